@@ -1,0 +1,180 @@
+"""Rollout: token in, token out, with a cache that is carried across turns."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import rloo_multiturn as rloo
+from envs import Task
+
+TURNS = [
+    ["You are in a kitchen. You see a fridge 1.", "The fridge 1 is closed.", "Nothing happens."],
+    ["A long corridor with many, many doors, every one of them shut.", "Dark."],
+    ["Attic.", "A trunk 2 is here.", "The trunk 2 is open. In it, you see a map 1.", "Taken."],
+    ["You are in a kitchen. You see a fridge 1.", "Cold."],
+]
+TASKS = [Task("textworld", "scripted", i) for i in range(len(TURNS))]
+
+
+def make_args(**changes):
+    args = {"max_turns": 4, "max_action_tokens": 6, "temperature": 0.7, "dtype": "float32"}
+    return SimpleNamespace(**{**args, "tokens_per_microbatch": 8192, "group_size": 2, **changes})
+
+
+def play(model, chat, vec, args, seed=0, temperature=None):
+    generator = torch.Generator().manual_seed(seed)
+    temperature = args.temperature if temperature is None else temperature
+    return rloo.rollout(model, chat, vec, TASKS[: len(vec.turns)], args, temperature, generator)
+
+
+def test_sampler_and_trainer_give_the_same_logprobs(random_model, chat, scripted_vec):
+    """The cache carried over turns, ragged rows and leaving rows change nothing: the first ratio is 1 to 1e-5."""
+    args = make_args()
+    batch, _ = play(random_model, chat, scripted_vec(TURNS), args)
+    with torch.no_grad():
+        logprobs, _ = rloo.token_logprobs(random_model, batch["input_ids"], batch["response_mask"], args)
+    ratio = (logprobs - batch["logprobs"]).exp()
+    assert torch.allclose(ratio, torch.ones_like(ratio), atol=1e-5)
+    assert (batch["logprobs"][batch["response_mask"]] < -0.1).any()  # not a comparison of zeros
+
+
+def test_conversation_is_prompt_actions_and_glue_token_for_token(random_model, chat, scripted_vec):
+    vec = scripted_vec(TURNS)
+    batch, episodes = play(random_model, chat, vec, make_args())
+    for i, texts in enumerate(TURNS):
+        ids = batch["input_ids"][i][batch["attention_mask"][i]].tolist()
+        mask = batch["response_mask"][i].tolist()
+        turn_ids = batch["turn_ids"][i].tolist()
+        at = len(chat.prompt(texts[0]))
+        assert ids[:at] == chat.prompt(texts[0])
+        for turn in range(len(texts)):
+            n = next(n for n in range(len(ids) + 1 - at) if at + n == len(ids) or not mask[at + n])
+            action = ids[at : at + n]
+            assert all(mask[at : at + n]) and turn_ids[at : at + n] == [turn] * n
+            assert chat.text(action) == episodes[i]["actions"][turn] == vec.seen[turn][i]
+            at += n
+            if turn + 1 < len(texts):
+                glue = chat.follow_up(texts[turn + 1], ended=action[-1] == chat.eot_id)
+                assert ids[at : at + len(glue)] == glue and not any(mask[at : at + len(glue)])
+                at += len(glue)
+        assert at == len(ids)
+    assert not batch["response_mask"][~batch["attention_mask"]].any()
+    assert not batch["response_mask"][:, 0].any()
+
+
+def test_nothing_sampled_is_encoded_again(random_model, chat, scripted_vec):
+    """The random model samples tokens that the tokenizer would never produce for the same text; they stay."""
+    batch, episodes = play(random_model, chat, scripted_vec(TURNS), make_args())
+    sampled = [batch["input_ids"][i][batch["response_mask"][i]].tolist() for i in range(len(TURNS))]
+    encoded = [[t for action in e["actions"] for t in chat.action(action)] for e in episodes]
+    assert sampled != encoded
+
+
+def test_action_cut_at_the_limit_is_played_and_the_episode_goes_on(random_model, chat, scripted_vec):
+    vec = scripted_vec(TURNS)
+    batch, episodes = play(random_model, chat, vec, make_args(max_action_tokens=2))
+    ids, mask = batch["input_ids"], batch["response_mask"]
+    cut = 0
+    for i, episode in enumerate(episodes):
+        assert len(episode["actions"]) == len(TURNS[i])
+        ends = [t for t in range(mask.shape[1] - 1) if mask[i, t] and not mask[i, t + 1]]
+        for t in ends[: len(TURNS[i]) - 1]:  # the last action has nothing behind it
+            if ids[i, t] != chat.eot_id:
+                cut += 1
+                assert ids[i, t + 1] == chat.eot_id and not mask[i, t + 1]
+    assert cut > 0
+
+
+def test_reward_of_a_turn_belongs_to_its_last_sampled_token(random_model, chat, scripted_vec):
+    batch, _ = play(random_model, chat, scripted_vec(TURNS), make_args())
+    for i, texts in enumerate(TURNS):
+        won_in = len(texts) - 1
+        assert batch["rewards"][i].tolist() == [float(k == won_in) for k in range(4)]
+        last = batch["response_mask"][i].nonzero()[-1]
+        assert batch["turn_ids"][i, last] == won_in
+        assert batch["num_turns"][i] == len(texts)
+
+
+def test_episode_with_an_infrastructure_error_has_no_action_tokens(random_model, chat, scripted_vec):
+    batch, episodes = play(random_model, chat, scripted_vec(TURNS, faults=[(2, 2)]), make_args())
+    assert batch["valid"].tolist() == [True, True, False, True]
+    assert episodes[2]["infra_error"] and not batch["response_mask"][2].any()
+    assert batch["response_mask"].any(1).tolist() == [True, True, False, True]
+
+
+def test_running_out_of_context_ends_the_episode_as_a_failure(random_model, chat, scripted_vec):
+    random_model.config.max_position_embeddings = len(chat.prompt(TURNS[0][0])) + 20
+    turns = [[TURNS[0][0], "many words " * 20, "more"]]
+    batch, episodes = play(random_model, chat, scripted_vec(turns), make_args())
+    assert episodes[0]["context_limit"] and batch["truncated"].tolist() == [True]
+    assert batch["num_turns"].tolist() == [1] and batch["rewards"].sum() == 0
+
+
+def test_one_seed_one_batch(random_model, chat, scripted_vec):
+    first, again = (play(random_model, chat, scripted_vec(TURNS), make_args(), seed=3)[0] for _ in range(2))
+    other = play(random_model, chat, scripted_vec(TURNS), make_args(), seed=4)[0]
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    assert first["input_ids"].shape != other["input_ids"].shape or not torch.equal(
+        first["input_ids"], other["input_ids"]
+    )
+
+
+def test_temperature_zero_takes_the_most_likely_token(random_model, chat, scripted_vec):
+    batch, _ = play(random_model, chat, scripted_vec(TURNS), make_args(), temperature=0)
+    logits = random_model(batch["input_ids"][:1]).logits[0]
+    for t in batch["response_mask"][0].nonzero().flatten().tolist():
+        assert logits[t - 1].argmax() == batch["input_ids"][0, t]
+
+
+def test_token_logprobs_are_those_of_the_tempered_softmax(random_model, chat, scripted_vec):
+    args = make_args(temperature=0.5)
+    batch, _ = play(random_model, chat, scripted_vec(TURNS), args)
+    ids, mask = batch["input_ids"], batch["response_mask"]
+    logprobs, entropy = rloo.token_logprobs(random_model, ids, mask, args)
+    expected = torch.log_softmax(random_model(ids).logits / 0.5, -1)  # (B, T, V)
+    for i, t in mask.nonzero().tolist():
+        assert logprobs[i, t].item() == pytest.approx(expected[i, t - 1, ids[i, t]].item(), abs=1e-4)
+        p = expected[i, t - 1].exp()
+        assert entropy[i, t].item() == pytest.approx(-(p * p.log()).sum().item(), abs=1e-4)
+    assert (logprobs[~mask] == 0).all() and (entropy[~mask] == 0).all()
+
+
+def gradient(model, batch, args, rows=None):
+    rows = torch.arange(len(batch["valid"])) if rows is None else rows
+    counts = {"num_episodes": len(rows), "num_tokens": int(batch["response_mask"][rows].sum())}
+    model.zero_grad()
+    for piece in rloo.microbatches(batch, rows, args):
+        piece["new_logprobs"], _ = rloo.token_logprobs(model, piece["input_ids"], piece["response_mask"], args)
+        rloo.compute_loss(piece | counts, args)[0].backward()
+    return torch.cat([p.grad.flatten() for p in model.parameters()])
+
+
+def test_gradient_depends_on_neither_microbatches_nor_padding_nor_order(random_model, chat, scripted_vec):
+    args = make_args()
+    batch, _ = play(random_model, chat, scripted_vec(TURNS), args)
+    batch["advantages"] = torch.randn(len(TURNS), 1) * batch["response_mask"]
+    whole = gradient(random_model, batch, make_args(tokens_per_microbatch=10**6))
+    assert whole.abs().max() > 1e-3
+    longest = batch["input_ids"].shape[1]
+    for tokens in (1, 2 * longest):  # one row a micro-batch, two rows a micro-batch
+        assert torch.allclose(gradient(random_model, batch, make_args(tokens_per_microbatch=tokens)), whole, atol=1e-5)
+    order = torch.tensor([2, 0, 3, 1])
+    assert torch.allclose(gradient(random_model, batch, args, order), whole, atol=1e-5)
+    padded = {
+        k: torch.nn.functional.pad(x, (0, 17)) if x.dim() == 2 and k != "rewards" else x for k, x in batch.items()
+    }
+    padded["input_ids"][:, longest:] = 7  # whatever the padding is
+    assert torch.allclose(gradient(random_model, padded, args), whole, atol=1e-5)
+
+
+def test_loss_ignores_observation_tokens_as_targets(random_model, chat, scripted_vec):
+    """Only action tokens are targets: an observation that nothing was sampled after can be anything."""
+    args = make_args()
+    batch, _ = play(random_model, chat, scripted_vec(TURNS), args)
+    mask = batch["response_mask"]
+    before = rloo.token_logprobs(random_model, batch["input_ids"], mask, args)[0]
+    last = int(mask[2].nonzero()[-1])
+    batch["input_ids"][2, last + 1 :] = 9
+    after = rloo.token_logprobs(random_model, batch["input_ids"], mask, args)[0]
+    assert torch.equal(before, after)

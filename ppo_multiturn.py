@@ -1,0 +1,636 @@
+"""PPO for multi-turn language-model agents: a learned critic, GAE over action tokens, a clipped surrogate. Biased.
+
+A task is played as a conversation: the environment's observations are user messages, the policy's actions are
+assistant messages. Episode i has turns k = 1..K_i, rewards r_{i,k}, and action tokens T_i; k(t) is the turn of token
+t, and t + 1 is the next *action* token, however many observation tokens lie between. The policy pi is the model's
+softmax at `--temperature`; V is a value head on its own copy of the model. We descend, with gamma = 1,
+
+    (1)  r~_t    = r_{k(t)} [t is its turn's last token] - beta (log pi_old(t) - log pi_ref(t))
+    (2)  delta_t = r~_t + V(t + 1) - V(t)                     V(t): of the history before t; V = 0 after the last
+    (3)  A_t     = delta_t + lambda A_{t+1},   returns_t = A_t + V(t)
+    (4)  A_t    <- (A_t - mean(A)) / (std(A) + eps)           over the action tokens of the batch
+    (5)  rho_t   = pi(t) / pi_old(t)
+    (6)  L       = 1/N sum_t -min(rho_t A_t, clip(rho_t, 1 - c, 1 + c) A_t)
+                 + vf_coef / 2N sum_t max((V - returns)^2, (clip(V, V_old - c, V_old + c) - returns)^2)
+
+What is biased, each marked below: lambda < 1 with a critic that errs; whitening; the batch's own number of tokens N as
+a divisor; the clip; and each step after the first is off-policy.
+
+Papers: PPO, Schulman et al. 2017, arXiv 1707.06347; GAE, Schulman et al. 2015, arXiv 1506.02438; the setting, Wang &
+Ammanabrolu 2025, arXiv 2510.01132. Shapes: B episodes, G group size, K turns, T padded tokens, V vocabulary.
+
+    python ppo_multiturn.py --env alfworld --dense-reward
+    python ppo_multiturn.py --env textworld --task w2-o3-q4 --model Qwen/Qwen2.5-1.5B-Instruct --learning-rate 1e-6
+"""
+
+import copy
+import json
+import os
+import random
+import sys
+import time
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch: lets the environment workers have the cores
+
+import numpy as np
+import torch
+import transformers
+import tyro
+from torch.utils.tensorboard import SummaryWriter
+from tqdm import tqdm
+
+import envs
+
+
+@dataclass
+class Args:
+    # experiment
+    exp_name: str = Path(__file__).stem
+    """Name of this experiment; a part of the run folder's name."""
+    seed: int = 1
+    """Seed of the weights' order of use, the sampler and the order of the tasks."""
+    save_freq: int = 0
+    """Save a checkpoint every this many iterations; 0 saves at the end only."""
+
+    # environment
+    env: Literal["textworld", "alfworld"] = "textworld"
+    """Which engine to play."""
+    task: str = ""
+    """Which games: names separated by commas are mixed equally; empty takes w2-o3-q4 (TextWorld) or all (ALFWorld)."""
+    dense_reward: bool = False
+    """Reward every turn by its progress; otherwise 1 for the turn that wins and 0 for all others."""
+    max_turns: int = 0
+    """Turns in an episode at most; an episode that has not won by then has failed. 0 takes 12 (TextWorld) or 24."""
+    max_action_tokens: int = 24
+    """Tokens in an action at most; a longer one is cut and played as it is."""
+    show_admissible: bool = False
+    """Append the list of the commands that the engine would accept to each observation."""
+    alfworld_data: Literal["auto", "real", "generated"] = "auto"
+    """ALFWorld's own games, generated ones, or its own where $ALFWORLD_DATA has them."""
+    num_workers: int = 2
+    """Processes that run the environments."""
+
+    # model
+    model: str = str(Path(__file__).parent / "checkpoints" / "tiny")
+    """Folder or hub name of a causal language model with a chat template, e.g. Qwen/Qwen2.5-1.5B-Instruct."""
+    temperature: float = 0.7
+    """Softmax temperature of the policy, in sampling and in the loss alike."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Precision of the matrix products (weights stay float32); auto takes bfloat16 on GPUs and float32 on CPUs."""
+
+    # optimisation
+    num_iterations: int = 40
+    """Iterations: a batch of episodes, then an update."""
+    num_groups: int = 8
+    """Tasks in a batch."""
+    group_size: int = 8
+    """Episodes on each task, G."""
+    learning_rate: float = 1e-4
+    """AdamW's learning rate."""
+    kl_coef: float = 0.001
+    """Weight beta of the KL divergence from the initial policy, in reward per nat; 0 leaves it out."""
+    max_grad_norm: float = 1.0
+    """Gradient norm above which the gradient is scaled down, after the estimator; 0 never does."""
+    tokens_per_microbatch: int = 8192
+    """Padded tokens in one forward and backward pass at most; changes memory and speed, never the result."""
+
+    # evaluation
+    eval_freq: int = 10
+    """Evaluate every this many iterations, besides at the start and at the end; 0 does not."""
+    eval_episodes: int = 100
+    """Held-out games in an evaluation, one episode each."""
+    eval_temperature: float = 0.4
+    """Softmax temperature in evaluation; 0 takes the most likely token."""
+    eval_split: str = ""
+    """Split to evaluate on; empty takes test (TextWorld) or valid_unseen (ALFWorld)."""
+
+    # estimator
+    # >>> ESTIMATOR: args
+    update_epochs: int = 1
+    """Passes over the batch."""
+    num_minibatches: int = 2
+    """Optimizer steps in a pass; every step after the first is off-policy."""
+    clip_coef: float = 0.2
+    """Distance of the ratio from 1 beyond which a token is no longer pushed; also of the values from the old ones."""
+    gae_lambda: float = 1.0
+    """GAE's lambda, per action token: 1 trusts the rewards alone, less trusts the critic more."""
+    whiten_advantages: bool = True
+    """Subtract the mean and divide by the standard deviation of the batch's advantages."""
+    vf_coef: float = 1.0
+    """Weight of the value loss."""
+    critic_learning_rate: float = 1e-3
+    """AdamW's learning rate of the critic."""
+    critic_warmup: int = 2
+    """First iterations in which the critic alone is trained."""
+    # <<< ESTIMATOR
+
+    def __post_init__(self):
+        self.task = self.task or envs.ENVIRONMENTS[self.env]["task"]
+        self.eval_split = self.eval_split or envs.ENVIRONMENTS[self.env]["eval_split"]
+        self.max_turns = self.max_turns or envs.ENVIRONMENTS[self.env]["max_turns"]
+        if self.dtype == "auto":
+            self.dtype = "bfloat16" if torch.cuda.is_available() else "float32"
+        envs.check(self, "num_iterations num_groups max_turns max_action_tokens num_workers eval_episodes", at_least=1)
+        envs.check(self, "save_freq kl_coef max_grad_norm eval_freq eval_temperature", at_least=0)
+        envs.check(self, "temperature learning_rate tokens_per_microbatch", above=0)
+        envs.check(self, "group_size", at_least=2)  # an episode is compared with others on its task
+        # >>> ESTIMATOR: checks
+        envs.check(self, "update_epochs num_minibatches", at_least=1)
+        envs.check(self, "clip_coef critic_learning_rate", above=0)
+        envs.check(self, "vf_coef critic_warmup gae_lambda", at_least=0)
+        if self.gae_lambda > 1:
+            raise envs.UserError(f"--gae-lambda {self.gae_lambda}: must be at most 1")
+        # <<< ESTIMATOR
+
+
+def load_model(path: str, device: torch.device) -> tuple[torch.nn.Module, envs.Chat]:
+    """A causal language model in float32, without dropout, and its chat layout.
+
+    Raises:
+        UserError: there is no such model, or it has no chat template, or its attention forgets.
+    """
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(path)
+        chat = envs.Chat(tokenizer)
+        if {*(getattr(transformers.AutoConfig.from_pretrained(path), "layer_types", None) or [])} - {"full_attention"}:
+            raise envs.UserError(f"--model {path}: layers of sliding or linear attention are not supported")
+        model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="sdpa")
+    except (OSError, KeyError) as error:
+        raise envs.UserError(f"--model {path}: cannot be loaded ({str(error).splitlines()[0]})") from error
+    if chat.rewrites_history:
+        print("The chat template would rewrite earlier turns; the policy sees them untouched instead.", flush=True)
+    return model.to(device).eval(), chat  # eval: dropout would make the first ratio differ from 1
+
+
+def token_logprobs(model, input_ids, response_mask, args) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probabilities of the action tokens under the tempered policy, and the policy's entropy there.
+
+    Right-padded rows need no attention mask: attention is causal, so no token ever sees the padding behind it.
+
+    Args:
+        input_ids: (B, T) int64, whole conversations.
+        response_mask: (B, T) bool, True on tokens that the policy sampled; column 0 is False.
+
+    Returns:
+        logprobs (B, T) and entropy (B, T), float32, in nats; 0 wherever response_mask is False.
+    """
+    # The head runs only where the next token is an action token: position t - 1 predicts token t.
+    predicts = response_mask.roll(-1, dims=1)  # (B, T); column 0 is False, so nothing wraps around
+    hook = model.get_output_embeddings().register_forward_pre_hook(lambda _, inputs: (inputs[0][predicts],))
+    try:
+        positions = torch.arange(input_ids.shape[1], device=input_ids.device)[None]  # (1, T)
+        with torch.autocast(input_ids.device.type, torch.bfloat16, enabled=args.dtype == "bfloat16"):
+            logits = model(input_ids, position_ids=positions, use_cache=False).logits  # (N, V), N action tokens
+    finally:
+        hook.remove()
+    all_logprobs = torch.log_softmax(logits.float() / args.temperature, dim=-1)  # (N, V)
+    chosen = all_logprobs.gather(1, input_ids[response_mask][:, None]).squeeze(1)  # (N,)
+    logprobs = torch.zeros(input_ids.shape, device=input_ids.device).masked_scatter(response_mask, chosen)
+    surprise = -(all_logprobs.exp() * all_logprobs).sum(-1).detach()  # (N,)
+    return logprobs, torch.zeros_like(logprobs).masked_scatter(response_mask, surprise)
+
+
+# >>> ESTIMATOR: critic
+def token_values(critic, input_ids, response_mask, args) -> torch.Tensor:
+    """Value of the history before each action token, (B, T) float32 in units of reward; 0 outside response_mask."""
+    positions = torch.arange(input_ids.shape[1], device=input_ids.device)[None]  # (1, T)
+    with torch.autocast(input_ids.device.type, torch.bfloat16, enabled=args.dtype == "bfloat16"):
+        outputs = critic(input_ids, position_ids=positions, use_cache=False).logits.squeeze(-1).float()  # (B, T)
+    # The output at t - 1 has read the history before token t. Column 0 is no action token, so nothing wraps around.
+    return outputs.roll(1, dims=1) * response_mask
+
+
+# <<< ESTIMATOR
+
+
+def microbatches(batch: dict, rows: torch.Tensor, args):
+    """Splits rows of the batch by length into pieces of at most `tokens_per_microbatch` padded tokens.
+
+    Yields dicts of the batch's (B, T) and (B,) tensors, cut to the piece's rows and to its longest row.
+    """
+    lengths = batch["attention_mask"].sum(1)  # (B,)
+    rows = rows[lengths[rows].argsort(descending=True, stable=True)]
+    while len(rows):
+        T = int(lengths[rows[0]])
+        piece, rows = rows.split([n := min(len(rows), max(1, args.tokens_per_microbatch // T)), len(rows) - n])
+        yield {name: x[piece, :T] if x.dim() == 2 else x[piece] for name, x in batch.items()} | {"rows": piece}
+
+
+class KVCache(transformers.DynamicCache):
+    """Attention keys and values of a batch of conversations, in preallocated buffers carried across turns.
+
+    Slot p of a row holds the token at position p of its conversation. So a token may attend to the slots up to its own
+    position, and what padding or a finished row leaves beyond a row's end is never seen: the next real token of that
+    row overwrites it first.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.buffers = []  # per layer: keys and values, each (B, heads, capacity, head_dim)
+
+    def inputs(self, positions: torch.Tensor, length: int) -> dict:
+        """The model's arguments for tokens at these positions, (B, q); `length` is above all of them."""
+        self.positions, self.length = positions, length
+        mask = torch.arange(length, device=positions.device) <= positions[:, None, :, None]  # (B, 1, q, length)
+        return {"position_ids": positions, "attention_mask": mask, "cache": self, "use_cache": True}
+
+    def update(self, key_states, value_states, layer_idx, *args, **kwargs):
+        """Called by each attention layer: stores (B, heads, q, head_dim), returns what may be attended to."""
+        if layer_idx == len(self.buffers):
+            self.buffers.append([x.new_zeros(*x.shape[:2], 0, x.shape[3]) for x in (key_states, value_states)])
+        rows = torch.arange(len(self.positions), device=self.positions.device)[:, None]
+        for i, new in enumerate((key_states, value_states)):
+            buffer = self.buffers[layer_idx][i]
+            if buffer.shape[2] < self.length:  # grow by half, so that copies stay rare
+                buffer = torch.nn.functional.pad(buffer, (0, 0, 0, self.length * 3 // 2 - buffer.shape[2]))
+                self.buffers[layer_idx][i] = buffer
+            buffer[rows, :, self.positions] = new.transpose(1, 2)
+        return tuple(buffer[:, :, : self.length] for buffer in self.buffers[layer_idx])
+
+    def select(self, rows: torch.Tensor) -> None:
+        """Keeps these rows, in this order; a row may be named several times (a group's shared prompt)."""
+        self.buffers = [[buffer[rows] for buffer in layer] for layer in self.buffers]
+
+
+@torch.no_grad()
+def rollout(model, chat, vec, tasks, args, temperature, generator) -> tuple[dict, list[dict]]:
+    """Plays one episode per task with the tempered policy.
+
+    Token in, token out: the returned ids are the sampled ones, and each turn feeds the model only what is new, the
+    last action's final token and the observation; the rest is in the cache.
+
+    Returns:
+        batch: input_ids (B, T) int64, attention_mask and response_mask (B, T) bool, logprobs (B, T) float32 in nats at
+            sampling, turn_ids (B, T) int64 (the turn of an action token, else 0), rewards (B, K) float32, and per
+            episode (B,): num_turns, won, terminated, truncated, valid (False after an infrastructure error, which
+            empties the row's response_mask).
+        episodes: B dicts for people: task, won, progress, the observations, the actions and the rewards.
+    """
+    device, B, K = model.device, len(tasks), args.max_turns
+    started = vec.reset(tasks)
+    episodes = [
+        {"task_id": task.task_id, "obs": [obs], "actions": [], "rewards": [], "infra_error": info.get("infra_error")}
+        for task, (obs, info) in zip(tasks, started, strict=True)
+    ]
+    for episode in episodes:
+        episode |= {"won": False, "progress": 0.0, "terminated": False, "truncated": False, "context_limit": False}
+    ids = [chat.prompt(obs) for obs, _ in started]  # whole conversations; the lists below run in parallel to them
+    masks, turn_ids, logprobs = ([[fill] * len(x) for x in ids] for fill in (False, 0, 0.0))
+    cache = KVCache()
+
+    def forward(block: torch.Tensor, positions: torch.Tensor, length: int) -> torch.Tensor:
+        """Reads the tokens `block` (b, q) at `positions` (b, q), all below `length`; the logits after each row."""
+        with torch.autocast(device.type, torch.bfloat16, enabled=args.dtype == "bfloat16"):
+            return model(block, logits_to_keep=1, **cache.inputs(positions, length)).logits[:, -1].float()  # (b, V)
+
+    def feed(blocks: list[list[int]], read: list[int]) -> torch.Tensor:
+        """Reads one block of new tokens per row behind the `read` ones; the logits after each, (b, V)."""
+        q = max(map(len, blocks))
+        block = torch.tensor([[chat.eot_id] * (q - len(x)) + x for x in blocks], device=device)  # (b, q)
+        # Blocks end together. The filler in front goes to slots behind the row's end, where nobody looks.
+        real = torch.tensor(list(map(len, blocks)), device=device)[:, None]  # (b, 1)
+        order = torch.arange(q, device=device) - (q - real)  # (b, q): 0, 1, ... from the first real token on
+        offsets = torch.where(order >= 0, order, real - 1 - order)
+        return forward(block, torch.tensor(read, device=device)[:, None] + offsets, max(read) + q)
+
+    # The episodes of a group begin with the same prompt: it is read once.
+    distinct = list(dict.fromkeys(map(tuple, ids)))
+    logits = feed(list(map(list, distinct)), [0] * len(distinct))
+    alive = [i for i in range(B) if not episodes[i]["infra_error"]]  # the episodes in the rows of the cache
+    prompt_of = torch.tensor([distinct.index(tuple(ids[i])) for i in alive], dtype=torch.long, device=device)
+    cache.select(prompt_of)
+    logits = logits[prompt_of]  # (b, V), b episodes alive
+    turn = 0
+    while alive:
+        # Sample one action per row, token by token.
+        read = torch.tensor([len(ids[i]) for i in alive], device=device)  # (b,) tokens in the cache
+        longest = int(read.max())
+        ended = torch.zeros(len(alive), dtype=torch.bool, device=device)
+        tokens, token_logprobs = [], []
+        for step in range(args.max_action_tokens):
+            all_logprobs = torch.log_softmax(logits / (temperature or 1.0), dim=-1)  # (b, V)
+            if temperature:
+                token = torch.multinomial(all_logprobs.exp(), 1, generator=generator)  # (b, 1)
+            else:
+                token = logits.argmax(-1, keepdim=True)
+            tokens.append(token)
+            token_logprobs.append(all_logprobs.gather(1, token))
+            ended |= token.squeeze(1) == chat.eot_id
+            if step + 1 == args.max_action_tokens or ended.all():
+                break
+            # A row that has ended feeds tokens to the slot behind its end, which its next real token overwrites.
+            logits = forward(token, read[:, None], longest + step + 1)
+            read += ~ended
+        actions = {}
+        sampled, sampled_logprobs = torch.cat(tokens, 1).tolist(), torch.cat(token_logprobs, 1).tolist()
+        for i, action, action_logprobs in zip(alive, sampled, sampled_logprobs, strict=True):
+            n = action.index(chat.eot_id) + 1 if chat.eot_id in action else len(action)
+            ids[i] += action[:n]
+            masks[i] += [True] * n
+            logprobs[i] += action_logprobs[:n]
+            turn_ids[i] += [turn] * n
+            actions[i] = chat.text(action[:n])
+            episodes[i]["actions"].append(actions[i])
+
+        # Step the environments; go on with the episodes that have not ended.
+        rows, blocks = [], []
+        for row, (i, answer) in enumerate(vec.step(actions).items()):
+            obs, reward, terminated, truncated, info = answer
+            episodes[i]["obs"].append(obs)
+            episodes[i]["rewards"].append(reward)
+            follow_up = chat.follow_up(obs, ended=ids[i][-1] == chat.eot_id)
+            room = model.config.max_position_embeddings - len(ids[i]) - len(follow_up) - args.max_action_tokens
+            full = room < 0 and not (terminated or truncated)  # out of context: a failure, like out of turns
+            episodes[i] |= {"terminated": terminated, "truncated": truncated or full, "context_limit": full}
+            episodes[i] |= {"won": info["won"], "progress": info["progress"], "infra_error": info.get("infra_error")}
+            if not (terminated or truncated or full):
+                blocks.append([ids[i][-1], *follow_up])  # the action's last token was sampled but not yet read
+                rows.append(row)
+                ids[i] += follow_up
+                for series, fill in ((masks, False), (logprobs, 0.0), (turn_ids, 0)):
+                    series[i] += [fill] * len(follow_up)
+        if len(rows) < len(alive):
+            cache.select(torch.tensor(rows, dtype=torch.long, device=device))
+            alive = [alive[row] for row in rows]
+        if alive:
+            logits = feed(blocks, [len(ids[i]) - len(block) for i, block in zip(alive, blocks, strict=True)])
+        turn += 1
+
+    masks = [[x and not e["infra_error"] for x in mask] for mask, e in zip(masks, episodes, strict=True)]
+    T = max(map(len, ids))
+    right_pad = lambda series, fill: torch.tensor([x + [fill] * (T - len(x)) for x in series], device=device)  # noqa: E731
+    per_episode = lambda name: torch.tensor([bool(e[name]) for e in episodes], device=device)  # noqa: E731
+    batch = {
+        "input_ids": right_pad(ids, chat.eot_id),
+        "attention_mask": right_pad([[True] * len(x) for x in ids], False),
+        "response_mask": right_pad(masks, False),
+        "logprobs": right_pad(logprobs, 0.0),
+        "turn_ids": right_pad(turn_ids, 0),
+        "rewards": torch.tensor([e["rewards"] + [0.0] * (K - len(e["rewards"])) for e in episodes], device=device),
+        "num_turns": torch.tensor([len(e["rewards"]) for e in episodes], device=device),
+        "valid": ~per_episode("infra_error"),
+    }
+    batch |= {name: per_episode(name) for name in ("won", "terminated", "truncated")}
+    return batch, episodes
+
+
+def compute_advantages(batch: dict, args) -> dict:
+    """Advantages of the action tokens, from the rewards and the log-probabilities of a batch; equations (2)-(4).
+
+    Args:
+        batch: rewards (B, K), turn_ids and response_mask (B, T), logprobs and ref_logprobs (B, T) in nats under the
+            current and the reference policy, valid (B,). Groups are G consecutive rows.
+
+    Returns:
+        advantages (B, T) float32, in units of reward; 0 outside response_mask.
+    """
+    rewards, turn_ids, response_mask = batch["rewards"], batch["turn_ids"], batch["response_mask"]
+    K = rewards.shape[1]
+    # >>> ESTIMATOR: advantage
+    (B, T), values = response_mask.shape, batch["values"]
+    token = torch.arange(T, device=rewards.device)
+    # A turn's reward is paid on its last action token, the end-of-turn token or the last before the cut. Eq. (1)
+    last = torch.zeros(B, K, dtype=torch.long, device=rewards.device)
+    last = last.scatter_reduce(1, turn_ids, (token * response_mask).expand(B, T), "amax")  # (B, K)
+    is_last = (token == last.gather(1, turn_ids)) & response_mask  # (B, T)
+    kl = (batch["logprobs"] - batch["ref_logprobs"]) * response_mask  # (B, T)
+    token_rewards = rewards.gather(1, turn_ids) * is_last - args.kl_coef * kl  # (B, T)
+    # Biased where lambda < 1 and the critic errs. Observation tokens are stepped over: the next value and the next
+    # advantage are those of the next action token. Eq. (2), (3)
+    advantages, next_value, next_advantage = torch.zeros_like(values), torch.zeros_like(values[:, 0]), 0.0
+    for t in reversed(range(T)):
+        here = response_mask[:, t]  # (B,)
+        delta = token_rewards[:, t] + next_value - values[:, t]
+        advantages[:, t] = (delta + args.gae_lambda * next_advantage) * here
+        next_advantage = torch.where(here, advantages[:, t], next_advantage)
+        next_value = torch.where(here, values[:, t], next_value)
+    returns = (advantages + values) * response_mask  # (B, T)
+    # Biased: mean and spread of the batch itself are taken out. Eq. (4)
+    if args.whiten_advantages:
+        chosen = advantages[response_mask]  # (N,)
+        advantages = (advantages - chosen.mean()) / (chosen.std() + 1e-8) * response_mask
+    return {"advantages": advantages, "returns": returns}
+    # <<< ESTIMATOR
+
+
+def compute_loss(batch: dict, args) -> tuple[torch.Tensor, dict]:
+    """Loss of a micro-batch, such that the losses of all micro-batches of a step add up to the whole one; equation (5).
+
+    The batch has new_logprobs (B, T) with gradient, advantages and response_mask (B, T); num_episodes and num_tokens,
+    the whole step's counts of valid episodes and of action tokens. Returns the loss, and sums for the metrics.
+    """
+    # >>> ESTIMATOR: loss
+    mask, advantages, N = batch["response_mask"], batch["advantages"], batch["num_tokens"]
+    # Biased: the clip drops tokens by their ratio, which is 1 in the first step only. Eq. (5), (6)
+    log_ratio = (batch["new_logprobs"] - batch["logprobs"]) * mask  # (B, T); 0 outside the mask, before exp
+    ratio = log_ratio.exp()  # (B, T)
+    clipped = ratio.clamp(1 - args.clip_coef, 1 + args.clip_coef)
+    # Biased: N, the step's own number of action tokens, depends on the actions. Eq. (6)
+    policy_loss = -(torch.minimum(ratio * advantages, clipped * advantages) * mask).sum() / N
+    new_values, values, returns = batch["new_values"], batch["values"], batch["returns"]
+    near = values + (new_values - values).clamp(-args.clip_coef, args.clip_coef)  # (B, T)
+    error = torch.maximum((new_values - returns) ** 2, (near - returns) ** 2) * mask  # (B, T)
+    value_loss = 0.5 * error.sum() / N
+    # The policy waits until the critic has seen some returns.
+    loss = (batch["iteration"] >= args.critic_warmup) * policy_loss + args.vf_coef * value_loss
+    off = ((ratio - 1).abs() > args.clip_coef) & mask  # (B, T)
+    sums = {"policy_loss": policy_loss, "value_loss": value_loss}
+    sums |= {"approx_kl": (ratio - 1 - log_ratio).sum(), "clipfrac": off.sum()}
+    return loss, {name: value.detach() for name, value in sums.items()}
+    # <<< ESTIMATOR
+
+
+def evaluate(model, chat, vec, tasks, args) -> tuple[dict, list[dict]]:
+    """Plays each task once at `eval_temperature`, with random numbers of its own; infrastructure errors are left out.
+
+    Returns success_rate with its 95 % Wilson interval (low, high), the mean return and turns; and the episodes.
+    """
+    generator = torch.Generator(model.device).manual_seed(args.seed)
+    _, episodes = rollout(model, chat, vec, tasks, args, args.eval_temperature, generator)
+    episodes = [episode for episode in episodes if not episode["infra_error"]]
+    n, z = max(len(episodes), 1), 1.96
+    p = sum(episode["won"] for episode in episodes) / n
+    # Wilson 1927: the interval of success rates that would not be rejected by this outcome.
+    center, half = p + z * z / (2 * n), z * (p * (1 - p) / n + z * z / (4 * n * n)) ** 0.5
+    scores = {
+        "success_rate": p,
+        "low": (center - half) / (1 + z * z / n),
+        "high": (center + half) / (1 + z * z / n),
+        "episodic_return": sum(sum(episode["rewards"]) for episode in episodes) / n,
+        "episodic_length": sum(len(episode["rewards"]) for episode in episodes) / n,
+    }
+    return scores, episodes
+
+
+def main(args: Args) -> None:
+    # 1. Games and model. Whatever is wrong with the arguments shows here, before any work.
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    for seed in (random.seed, np.random.seed, torch.manual_seed):
+        seed(args.seed)
+    sampling_rng = torch.Generator(device).manual_seed(args.seed)
+    train_tasks = envs.list_tasks(args.env, args.task, "train", args.alfworld_data)
+    eval_tasks = envs.list_tasks(args.env, args.task, args.eval_split, args.alfworld_data)[: args.eval_episodes]
+    print(envs.describe(train_tasks, "train"), envs.describe(eval_tasks, args.eval_split), sep="\n", flush=True)
+    model, chat = load_model(args.model, device)
+    reference = copy.deepcopy(model).requires_grad_(False) if args.kl_coef else None
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate, weight_decay=0.0)
+    # >>> ESTIMATOR: critic
+    # A value head on a copy of the policy's backbone. It starts at V = 0.
+    critic = transformers.AutoModelForTokenClassification.from_pretrained(args.model, num_labels=1, dtype=torch.float32)
+    critic = critic.to(device).eval()
+    for parameter in critic.score.parameters():
+        torch.nn.init.zeros_(parameter)
+    optimizer.add_param_group({"params": critic.parameters(), "lr": args.critic_learning_rate})
+    # <<< ESTIMATOR
+
+    # 2. The run's folder, and the environments.
+    run = envs.new_run(args)
+    writer = SummaryWriter(str(run))
+    episode_log = (run / "episodes.jsonl").open("a")
+    settings = ("env", "max_turns", "dense_reward", "show_admissible")
+    vec = envs.VecEnv(args.num_workers, **{name: getattr(args, name) for name in settings})
+    task_sampler = envs.TaskSampler(train_tasks, args.seed)
+    tasks = task_sampler.take(args.num_groups, copies=args.group_size)
+    eval_at = {0, args.num_iterations, *range(0, args.num_iterations, args.eval_freq or args.num_iterations)}
+    global_step, start_time, evaluations = 0, time.time(), []  # global_step: turns played in training
+    bar = tqdm(total=args.num_iterations, unit="iteration", disable=None, dynamic_ncols=True)
+
+    for iteration in range(args.num_iterations + 1):
+        # 3. Evaluate: before the first update, every `eval_freq` iterations, and after the last update.
+        if iteration in eval_at:
+            scores, episodes = evaluate(model, chat, vec, eval_tasks, args)
+            evaluations.append(f"{scores['success_rate']:.0%} [{scores['low']:.0%}, {scores['high']:.0%}]")
+            for name in ("success_rate", "episodic_return", "episodic_length"):
+                writer.add_scalar(f"eval/{name}", scores[name], global_step)
+            for episode in episodes:
+                episode_log.write(json.dumps({"iteration": iteration, "split": args.eval_split, **episode}) + "\n")
+            tqdm.write(f"iteration {iteration}: {args.eval_split} success {evaluations[-1]} on {len(episodes)} games")
+        if iteration == args.num_iterations:
+            break
+
+        # 4. Play: the episodes of a group share a task. The next games load while the model updates.
+        iteration_start = time.time()
+        batch, episodes = rollout(model, chat, vec, tasks, args, args.temperature, sampling_rng)
+        tasks = task_sampler.take(args.num_groups, copies=args.group_size)
+        vec.prefetch(eval_tasks if iteration + 1 in eval_at else tasks)
+        rollout_time = time.time() - iteration_start
+        global_step += int(batch["num_turns"].sum())
+        valid, response_mask = batch["valid"], batch["response_mask"]
+        rows = valid.nonzero().squeeze(1)
+
+        # 5. Score: log-probabilities under the current and the reference policy, by the path that the update takes.
+        batch["sampler_logprobs"], entropy_sum = batch["logprobs"], 0.0
+        batch |= {name: torch.zeros_like(batch["sampler_logprobs"]) for name in ("logprobs", "ref_logprobs")}
+        with torch.no_grad():
+            for piece in microbatches(batch, rows, args):
+                T = piece["input_ids"].shape[1]
+                logprobs, entropy = token_logprobs(model, piece["input_ids"], piece["response_mask"], args)
+                batch["logprobs"][piece["rows"], :T] = logprobs
+                entropy_sum += float(entropy.sum())
+                if reference:
+                    logprobs, _ = token_logprobs(reference, piece["input_ids"], piece["response_mask"], args)
+                batch["ref_logprobs"][piece["rows"], :T] = logprobs
+                # >>> ESTIMATOR: values
+                if "values" not in batch:
+                    batch["values"] = torch.zeros_like(batch["logprobs"])
+                values = token_values(critic, piece["input_ids"], piece["response_mask"], args)
+                batch["values"][piece["rows"], :T] = values
+                # <<< ESTIMATOR
+        batch |= compute_advantages(batch, args)
+
+        # 6. Update.
+        sums, num_steps = defaultdict(float), args.update_epochs * args.num_minibatches
+        for _ in range(args.update_epochs):
+            for step_rows in rows[torch.randperm(len(rows)).to(device)].chunk(args.num_minibatches):
+                num_tokens = int(response_mask[step_rows].sum())
+                counts = {"num_episodes": len(step_rows), "num_tokens": num_tokens, "iteration": iteration}
+                optimizer.zero_grad()
+                for piece in microbatches(batch, step_rows, args):
+                    piece["new_logprobs"], _ = token_logprobs(model, piece["input_ids"], piece["response_mask"], args)
+                    # >>> ESTIMATOR: values
+                    piece["new_values"] = token_values(critic, piece["input_ids"], piece["response_mask"], args)
+                    # <<< ESTIMATOR
+                    loss, piece_sums = compute_loss(piece | counts, args)
+                    if not torch.isfinite(loss):
+                        raise FloatingPointError(f"iteration {iteration + 1}: the loss is {loss.item()}; not saved")
+                    loss.backward()
+                    for name, value in piece_sums.items():
+                        sums[name] += float(value)
+                for group in optimizer.param_groups[::-1]:  # the policy's is the first, so its norm remains
+                    grad_norm = torch.nn.utils.clip_grad_norm_(group["params"], args.max_grad_norm or float("inf"))
+                optimizer.step()
+                sums["grad_norm"] += float(grad_norm)
+
+        # 7. Log. Means are over the batch's action tokens or its valid episodes; what is not defined is not logged.
+        num_tokens, num_valid = int(response_mask.sum()), len(rows)
+        episode_returns, token_advantages = batch["rewards"].sum(1), batch["advantages"][response_mask]
+        spread = episode_returns.view(-1, args.group_size).std(dim=1)  # (B/G,)
+        mismatch = (batch["sampler_logprobs"] - batch["logprobs"])[response_mask].abs()
+        elapsed = time.time() - start_time
+        metrics = {
+            "charts/episodic_return": episode_returns[valid].mean(),
+            "charts/success_rate": batch["won"][valid].float().mean(),
+            "charts/episodic_length": batch["num_turns"][valid].float().mean(),
+            "charts/response_tokens": num_tokens / num_valid,
+            "charts/truncated_frac": batch["truncated"][valid].float().mean(),
+            "charts/infra_errors": len(episodes) - num_valid,
+            "charts/learning_rate": args.learning_rate,
+            "charts/SPS": global_step / elapsed,
+            "charts/rollout_seconds": rollout_time,
+            "charts/update_seconds": time.time() - iteration_start - rollout_time,
+            "losses/policy_loss": sums["policy_loss"] / num_steps,
+            "losses/entropy": entropy_sum / num_tokens,
+            "losses/grad_norm": sums["grad_norm"] / num_steps,
+            "estimator/advantage_mean": token_advantages.mean(),
+            "estimator/advantage_std": token_advantages.std(),
+            "estimator/zero_advantage_frac": (spread == 0).float().mean(),  # groups that teach nothing
+            "estimator/sampler_mismatch": mismatch.mean(),
+        }
+        if reference:
+            metrics["losses/kl"] = (batch["logprobs"] - batch["ref_logprobs"])[response_mask].mean()
+        # >>> ESTIMATOR: metrics
+        for name in ("approx_kl", "clipfrac"):
+            metrics[f"losses/{name}"] = sums[name] / (num_tokens * args.update_epochs)
+        metrics["losses/value_loss"] = sums["value_loss"] / num_steps
+        returns, residual = batch["returns"][response_mask], (batch["returns"] - batch["values"])[response_mask]
+        if returns.var() > 0:
+            metrics["losses/explained_variance"] = 1 - residual.var() / returns.var()
+        # <<< ESTIMATOR
+        for name, value in metrics.items():
+            writer.add_scalar(name, float(value), global_step)
+        for i, episode in enumerate(episodes):
+            record = {"iteration": iteration + 1, "split": "train", "group": i // args.group_size, **episode}
+            episode_log.write(json.dumps(record) + "\n")
+        episode_log.flush()
+        bar.update()
+        summary = f"success {metrics['charts/success_rate']:.0%}, return {metrics['charts/episodic_return']:.2f}, "
+        summary += f"{len(tasks) * (iteration + 1) / elapsed:.1f} episodes/s"
+        bar.set_postfix_str(summary)
+        if bar.disable:  # not a terminal
+            left = elapsed * (args.num_iterations / (iteration + 1) - 1)
+            print(f"iteration {iteration + 1}/{args.num_iterations}: {summary}, {left:.0f} s left", flush=True)
+
+        # 8. Save: an ordinary Hugging Face folder, written aside and renamed, so that a crash leaves no half of one.
+        if iteration + 1 == args.num_iterations or (args.save_freq and (iteration + 1) % args.save_freq == 0):
+            folder = run / f"iteration_{iteration + 1:06d}"
+            model.save_pretrained(folder.with_suffix(".part"))
+            chat.tokenizer.save_pretrained(folder.with_suffix(".part"))
+            folder.with_suffix(".part").rename(folder)
+
+    for resource in (bar, vec, writer, episode_log):
+        resource.close()
+    print(f"\n{args.eval_split} success: {evaluations[0]} -> {evaluations[-1]} after {args.num_iterations} iterations, "
+          f"{time.time() - start_time:.0f} s\nmodel: {folder}\nepisodes: {run / 'episodes.jsonl'}\n"
+          f"curves: tensorboard --logdir {run}")  # fmt: skip
+
+
+if __name__ == "__main__":
+    try:
+        main(tyro.cli(Args))
+    except envs.UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)

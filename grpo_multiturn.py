@@ -12,9 +12,8 @@ The policy pi is the model's softmax at `--temperature`. We descend
     (4)  k3_t     = pi_ref(t) / pi(t) - log(pi_ref(t) / pi(t)) - 1
     (5)  L        = - 1/B sum_i 1/|T_i| sum_{t in T_i} ( min(rho_t A, clip(rho_t, 1 - c, 1 + c) A) - beta k3_t )
 
-Biased, and marked below: the group's mean includes the episode itself (a factor (G - 1) / G, harmless); its standard
-deviation divides; 1/|T_i| makes the tokens of long episodes count less; the clip; and each step after the first is
-off-policy. Dr. GRPO: `--no-norm-by-std --length-norm constant`.
+Biased, and marked below: the group's mean and standard deviation; 1/|T_i|, which makes the tokens of long episodes
+count less; the clip; and each step after the first is off-policy. Dr. GRPO: `--no-norm-by-std --length-norm constant`.
 
 Papers: GRPO, Shao et al. 2024, arXiv 2402.03300; Dr. GRPO, Liu et al. 2025, arXiv 2503.20783; the setting, Wang &
 Ammanabrolu 2025, arXiv 2510.01132. Shapes: B episodes, G group size, K turns, T padded tokens, V vocabulary.
@@ -382,7 +381,8 @@ def compute_advantages(batch: dict, args) -> dict:
         rewards = rewards.sum(1, keepdim=True)  # (B, 1)
     r, played = (x.view(-1, G, x.shape[1]) for x in (rewards, played))  # (B/G, G, K or 1)
     count = played.sum((1, 2), keepdim=True).clamp(min=1)  # (B/G, 1, 1)
-    # Biased by the factor (G - 1) / G: the mean includes the episode's own reward. Eq. (1)
+    # Biased: the mean includes the episode's own reward, a factor (G - 1) / G when sparse; when dense it is taken from
+    # each turn, so that episodes with more turns lose more. Eq. (1)
     centred = (r - (r * played).sum((1, 2), keepdim=True) / count) * played
     # Biased: the group's own standard deviation divides, so the direction changes, not only the length. Eq. (1)
     if args.norm_by_std:

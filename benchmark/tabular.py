@@ -161,3 +161,39 @@ def make_args(**changes) -> SimpleNamespace:
 
 def relative_error(estimate, exact) -> float:
     return float((estimate - exact).norm() / exact.norm())
+
+
+def cosine(a, b) -> float:
+    return float((a * b).sum() / (a.norm() * b.norm()))
+
+
+def true_values(logits, ref_logits, r, kl_coef: float) -> torch.Tensor:
+    """(contexts,) expected rewards from each context on, under the current policy, by summing over all episodes."""
+    batch = make_batch(list(range(len(EPISODES))), logits, ref_logits, r)
+    mask, context = batch["response_mask"], batch["context"]
+    probability = batch["logprobs"].sum(1).exp()
+    total, weight = torch.zeros(2, NUM_CONTEXTS, dtype=torch.float64)
+    for i in range(len(mask)):
+        at = mask[i].nonzero().flatten().tolist()
+        for t in at:
+            to_go = sum(float(batch["rewards"][i, k]) for k in range(int(batch["turn_ids"][i, t]), K))
+            to_go -= kl_coef * sum(float(batch["logprobs"][i, u] - batch["ref_logprobs"][i, u]) for u in at if u >= t)
+            total[context[i, t]] += probability[i] * to_go
+            weight[context[i, t]] += probability[i]
+    return total / weight
+
+
+def ppo_estimate(values, token_mean: bool = False):
+    """PPO's first minibatch with a critic given as a table, (contexts,). The divisor is the number of episodes, which
+    is constant, unless `token_mean` asks for the file's own, the batch's number of action tokens (times 3, about the
+    mean length, to be of the same size)."""
+
+    def estimate(module, batch, theta, args):
+        batch["values"] = torch.where(batch["response_mask"], values[batch["context"].clamp(min=0)], 0.0)
+        batch = batch | {"new_values": batch["values"]} | module.compute_advantages(batch, args)
+        N = int(batch["response_mask"].sum()) / 3 if token_mean else len(batch["valid"])
+        counts = {"num_tokens": N, "num_episodes": len(batch["valid"]), "iteration": args.critic_warmup}
+        loss, _ = module.compute_loss(batch | counts, args)
+        return -torch.autograd.grad(loss, theta)[0]
+
+    return estimate

@@ -3,6 +3,9 @@
 Everything here calls the algorithm files' own `compute_advantages` and `compute_loss`, in float64.
 """
 
+import csv
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -111,10 +114,6 @@ def grpo_args(**changes):
     return tabular.make_args(**{**defaults, **changes})
 
 
-def cosine(a, b):
-    return float((a * b).sum() / (a.norm() * b.norm()))
-
-
 @pytest.mark.parametrize("group_size", [2, 3])
 @pytest.mark.parametrize("dense_reward", [False, True])
 def test_grpo_gradient_is_not_even_parallel(group_size, dense_reward):
@@ -122,7 +121,7 @@ def test_grpo_gradient_is_not_even_parallel(group_size, dense_reward):
     exact = tabular.exact_gradient(LOGITS, REFERENCE, r, 0.0)
     args = grpo_args(group_size=group_size, dense_reward=dense_reward)
     expected = tabular.expected_gradient(grpo, LOGITS, REFERENCE, r, args)
-    assert cosine(expected, exact) < 0.99
+    assert tabular.cosine(expected, exact) < 0.99
 
 
 @pytest.mark.parametrize("alone", [{"length_norm": "constant"}, {"norm_by_std": False}], ids=["std", "length"])
@@ -131,7 +130,7 @@ def test_each_of_grpos_normalisations_alone_changes_the_direction(alone):
     r = tabular.rewards(True)
     exact = tabular.exact_gradient(LOGITS, REFERENCE, r, 0.0)
     expected = tabular.expected_gradient(grpo, LOGITS, REFERENCE, r, grpo_args(group_size=3, **alone))
-    assert cosine(expected, exact) < 0.995
+    assert tabular.cosine(expected, exact) < 0.995
 
 
 @pytest.mark.parametrize("group_size", [2, 3])
@@ -152,45 +151,13 @@ def ppo_args(**changes):
     return tabular.make_args(**{**defaults, **changes})
 
 
-def true_values(r, kl_coef):
-    """(contexts,) expected rewards from each context on, under the current policy, by summing over all episodes."""
-    batch = tabular.make_batch(list(range(len(tabular.EPISODES))), LOGITS, REFERENCE, r)
-    mask, context = batch["response_mask"], batch["context"]
-    probability = batch["logprobs"].sum(1).exp()
-    total, weight = torch.zeros(2, tabular.NUM_CONTEXTS, dtype=torch.float64)
-    for i in range(len(mask)):
-        at = mask[i].nonzero().flatten().tolist()
-        for t in at:
-            to_go = sum(float(batch["rewards"][i, k]) for k in range(int(batch["turn_ids"][i, t]), tabular.K))
-            to_go -= kl_coef * sum(float(batch["logprobs"][i, u] - batch["ref_logprobs"][i, u]) for u in at if u >= t)
-            total[context[i, t]] += probability[i] * to_go
-            weight[context[i, t]] += probability[i]
-    return total / weight
-
-
-def ppo_estimate(values, token_mean=False):
-    """PPO's first minibatch with a critic given as a table. The divisor is the number of episodes, which is constant,
-    unless `token_mean` asks for the file's own, the batch's number of action tokens (3 here on average)."""
-
-    def estimate(module, batch, theta, args):
-        batch["values"] = torch.where(batch["response_mask"], values[batch["context"].clamp(min=0)], 0.0)
-        batch = batch | {"new_values": batch["values"]} | module.compute_advantages(batch, args)
-        N = int(batch["response_mask"].sum()) / 3 if token_mean else len(batch["valid"])
-        loss, _ = module.compute_loss(
-            batch | {"num_tokens": N, "num_episodes": len(batch["valid"]), "iteration": 9}, args
-        )
-        return -torch.autograd.grad(loss, theta)[0]
-
-    return estimate
-
-
 WRONG = torch.randn(tabular.NUM_CONTEXTS, dtype=torch.float64, generator=torch.Generator().manual_seed(7))
 
 
 def ppo_error(r, kl_coef, values, token_mean=False, **changes):
     args = ppo_args(kl_coef=kl_coef, **changes)
     exact = tabular.exact_gradient(LOGITS, REFERENCE, r, kl_coef)
-    estimate = ppo_estimate(values, token_mean)
+    estimate = tabular.ppo_estimate(values, token_mean)
     return tabular.relative_error(tabular.expected_gradient(ppo, LOGITS, REFERENCE, r, args, estimate), exact)
 
 
@@ -204,7 +171,7 @@ def test_ppo_is_unbiased_with_lambda_one_and_any_critic(dense_reward, kl_coef):
 def test_ppo_with_lambda_below_one_is_as_good_as_its_critic(gae_lambda):
     r = tabular.rewards(True)
     assert ppo_error(r, 0.4, WRONG, gae_lambda=gae_lambda) > 0.02
-    assert ppo_error(r, 0.4, true_values(r, 0.4), gae_lambda=gae_lambda) < 1e-9
+    assert ppo_error(r, 0.4, tabular.true_values(LOGITS, REFERENCE, r, 0.4), gae_lambda=gae_lambda) < 1e-9
 
 
 @pytest.mark.parametrize("alone", ["whitening", "batch-token mean"])
@@ -212,22 +179,22 @@ def test_each_of_ppos_normalisations_alone_is_a_bias(alone):
     r = tabular.rewards(False)
     if alone == "whitening":
         args = ppo_args(whiten_advantages=True)
-        expected = tabular.expected_gradient(ppo, LOGITS, REFERENCE, r, args, ppo_estimate(WRONG))
+        expected = tabular.expected_gradient(ppo, LOGITS, REFERENCE, r, args, tabular.ppo_estimate(WRONG))
     else:
         expected = tabular.expected_gradient(
-            ppo, LOGITS, REFERENCE, r, ppo_args(), ppo_estimate(WRONG, token_mean=True)
+            ppo, LOGITS, REFERENCE, r, ppo_args(), tabular.ppo_estimate(WRONG, token_mean=True)
         )
     exact = tabular.exact_gradient(LOGITS, REFERENCE, r, 0.0)
-    assert cosine(expected, exact) < 0.9999  # not a matter of scale
+    assert tabular.cosine(expected, exact) < 0.9999  # not a matter of scale
 
 
 def second_step(module, batch, theta, args):
     """The direction of the step after one of size 1 on the same batch, and the gradient of J where it is taken."""
-    first = ppo_estimate(WRONG)(module, batch, theta, args)
+    first = tabular.ppo_estimate(WRONG)(module, batch, theta, args)
     moved = (theta + first).detach().requires_grad_()
     again = batch | {"new_logprobs": tabular.score(moved, batch)}
     exact = tabular.exact_gradient(moved.detach(), REFERENCE, tabular.rewards(False), 0.0)
-    return ppo_estimate(WRONG)(module, again, moved, args) - exact
+    return tabular.ppo_estimate(WRONG)(module, again, moved, args) - exact
 
 
 def test_second_epoch_on_the_same_batch_is_biased_without_any_clip():
@@ -243,10 +210,19 @@ def test_clip_alone_changes_the_expected_gradient():
 
     def behind(module, batch, theta, args):
         batch["new_logprobs"] = tabular.score(theta + 0.3 * REFERENCE, batch)
-        return ppo_estimate(WRONG)(module, batch, theta, args)
+        return tabular.ppo_estimate(WRONG)(module, batch, theta, args)
 
     r = tabular.rewards(False)
     free, clipped = (
         tabular.expected_gradient(ppo, LOGITS, REFERENCE, r, ppo_args(clip_coef=c), behind) for c in (1e9, 0.2)
     )
     assert tabular.relative_error(clipped, free) > 0.02
+
+
+def test_documented_table_is_the_measured_one():
+    root = Path(__file__).resolve().parents[1]
+    text = (root / "docs" / "estimators.md").read_text()
+    with (root / "benchmark" / "estimators.csv").open() as file:
+        for row in csv.DictReader(file):
+            line = next(x for x in text.splitlines() if x.startswith(f"| {row['estimator']} |"))
+            assert f"| {row['factor']} | {row['angle']} | {row['noise']} |" in line

@@ -213,11 +213,17 @@ class VecEnv:
         self._send({slot: task for slot, task in enumerate(tasks)})
 
     def reset(self, tasks: list[Task]) -> list[tuple[str, dict]]:
-        """One new episode per task: a list of (obs, info)."""
+        """One new episode per task: a list of (obs, info).
+
+        Raises:
+            RuntimeError: none of the games could be started.
+        """
         if self.prefetched != list(tasks):
             self.prefetch(tasks)
         self.prefetched = None
         answers = self._collect()
+        if all("infra_error" in answer[1] for answer in answers.values()):
+            raise RuntimeError("no game could be started; what went wrong stands above, in each infra_error line")
         return [answers[slot] for slot in range(len(tasks))]
 
     def step(self, actions: dict[int, str]) -> dict[int, tuple[str, float, bool, bool, dict]]:

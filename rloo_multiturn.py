@@ -81,7 +81,7 @@ class Args:
     """Precision of the matrix products (weights stay float32); auto takes bfloat16 on GPUs and float32 on CPUs."""
 
     # optimisation
-    num_iterations: int = 40
+    num_iterations: int = 30
     """Iterations: a batch of episodes, then an update."""
     num_groups: int = 8
     """Tasks in a batch."""
@@ -141,11 +141,11 @@ def load_model(path: str, device: torch.device) -> tuple[torch.nn.Module, envs.C
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(path)
         chat = envs.Chat(tokenizer)
-        if {*(getattr(transformers.AutoConfig.from_pretrained(path), "layer_types", None) or [])} - {"full_attention"}:
-            raise envs.UserError(f"--model {path}: layers of sliding or linear attention are not supported")
         model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="sdpa")
-    except (OSError, KeyError) as error:
+    except (OSError, KeyError, ValueError) as error:
         raise envs.UserError(f"--model {path}: cannot be loaded ({str(error).splitlines()[0]})") from error
+    if {*(getattr(model.config, "layer_types", None) or [])} - {"full_attention"}:
+        raise envs.UserError(f"--model {path}: layers of sliding or linear attention are not supported")
     if chat.rewrites_history:
         print("The chat template would rewrite earlier turns; the policy sees them untouched instead.", flush=True)
     return model.to(device).eval(), chat  # eval: dropout would make the first ratio differ from 1
@@ -339,14 +339,14 @@ def rollout(model, chat, vec, tasks, args, temperature, generator) -> tuple[dict
 
     masks = [[x and not e["infra_error"] for x in mask] for mask, e in zip(masks, episodes, strict=True)]
     T = max(map(len, ids))
-    right_pad = lambda series, fill: torch.tensor([x + [fill] * (T - len(x)) for x in series], device=device)  # noqa: E731
+    pad_right = lambda rows, fill: torch.tensor([x + [fill] * (T - len(x)) for x in rows], device=device)  # noqa: E731
     per_episode = lambda name: torch.tensor([bool(e[name]) for e in episodes], device=device)  # noqa: E731
     batch = {
-        "input_ids": right_pad(ids, chat.eot_id),
-        "attention_mask": right_pad([[True] * len(x) for x in ids], False),
-        "response_mask": right_pad(masks, False),
-        "logprobs": right_pad(logprobs, 0.0),
-        "turn_ids": right_pad(turn_ids, 0),
+        "input_ids": pad_right(ids, chat.eot_id),
+        "attention_mask": pad_right([[True] * len(x) for x in ids], False),
+        "response_mask": pad_right(masks, False),
+        "logprobs": pad_right(logprobs, 0.0),
+        "turn_ids": pad_right(turn_ids, 0),
         "rewards": torch.tensor([e["rewards"] + [0.0] * (K - len(e["rewards"])) for e in episodes], device=device),
         "num_turns": torch.tensor([len(e["rewards"]) for e in episodes], device=device),
         "valid": ~per_episode("infra_error"),
@@ -462,6 +462,7 @@ def main(args: Args) -> None:
             for episode in episodes:
                 episode_log.write(json.dumps({"iteration": iteration, "split": args.eval_split, **episode}) + "\n")
             tqdm.write(f"iteration {iteration}: {args.eval_split} success {evaluations[-1]} on {len(episodes)} games")
+            bar.unpause()  # the time left is that of the training
         if iteration == args.num_iterations:
             break
 
@@ -520,7 +521,7 @@ def main(args: Args) -> None:
         episode_returns, token_advantages = batch["rewards"].sum(1), batch["advantages"][response_mask]
         spread = episode_returns.view(-1, args.group_size).std(dim=1)  # (B/G,)
         mismatch = (batch["sampler_logprobs"] - batch["logprobs"])[response_mask].abs()
-        elapsed = time.time() - start_time
+        seconds = time.time() - iteration_start
         metrics = {
             "charts/episodic_return": episode_returns[valid].mean(),
             "charts/success_rate": batch["won"][valid].float().mean(),
@@ -529,9 +530,9 @@ def main(args: Args) -> None:
             "charts/truncated_frac": batch["truncated"][valid].float().mean(),
             "charts/infra_errors": len(episodes) - num_valid,
             "charts/learning_rate": args.learning_rate,
-            "charts/SPS": global_step / elapsed,
+            "charts/SPS": global_step / (time.time() - start_time),
             "charts/rollout_seconds": rollout_time,
-            "charts/update_seconds": time.time() - iteration_start - rollout_time,
+            "charts/update_seconds": seconds - rollout_time,
             "losses/policy_loss": sums["policy_loss"] / num_steps,
             "losses/entropy": entropy_sum / num_tokens,
             "losses/grad_norm": sums["grad_norm"] / num_steps,
@@ -553,10 +554,10 @@ def main(args: Args) -> None:
         episode_log.flush()
         bar.update()
         summary = f"success {metrics['charts/success_rate']:.0%}, return {metrics['charts/episodic_return']:.2f}, "
-        summary += f"{len(tasks) * (iteration + 1) / elapsed:.1f} episodes/s"
+        summary += f"{len(tasks) / seconds:.1f} episodes/s"
         bar.set_postfix_str(summary)
         if bar.disable:  # not a terminal
-            left = elapsed * (args.num_iterations / (iteration + 1) - 1)
+            left = seconds * (args.num_iterations - iteration - 1)
             print(f"iteration {iteration + 1}/{args.num_iterations}: {summary}, {left:.0f} s left", flush=True)
 
         # 8. Save: an ordinary Hugging Face folder, written aside and renamed, so that a crash leaves no half of one.

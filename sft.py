@@ -112,10 +112,9 @@ def play_demonstrations(vec, tasks, num_demos: int, side_by_side: int = 32) -> l
         while tasks and len(demos) < num_demos:
             some, tasks = tasks[:side_by_side], tasks[side_by_side:]
             episodes = [{"obs": [obs], "actions": [], "info": info} for obs, info in vec.reset(some)]
-            vec_actions = lambda live: {i: e["info"]["expert_action"] for i, e in live.items()}  # noqa: E731
             live = {i: e for i, e in enumerate(episodes) if "expert_action" in e["info"]}
             while live:
-                actions = vec_actions(live)
+                actions = {i: episode["info"]["expert_action"] for i, episode in live.items()}
                 for i, (obs, _, terminated, truncated, info) in vec.step(actions).items():
                     episodes[i]["actions"].append(actions[i])
                     episodes[i]["info"] = info
@@ -148,7 +147,7 @@ def train(model, rows, args, on_step=None) -> None:
 
     Args:
         rows: (ids, response mask) of each demonstration, from `tokenize`.
-        on_step: called after each optimizer step with (step, metrics).
+        on_step: called after each optimizer step with (step, metrics); a true answer ends the training.
     """
     device, rng = model.device, random.Random(args.seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
@@ -184,10 +183,10 @@ def train(model, rows, args, on_step=None) -> None:
             step += 1
             bar.update()
             bar.set_postfix(loss=f"{loss_sum:.3f}")
-            if on_step:
-                entropy = entropy_sum / num_tokens
-                on_step(step, {"charts/learning_rate": learning_rate, "losses/policy_loss": loss_sum,
-                               "losses/entropy": entropy, "losses/grad_norm": float(grad_norm)})  # fmt: skip
+            metrics = {"charts/learning_rate": learning_rate, "losses/policy_loss": loss_sum}
+            metrics |= {"losses/entropy": entropy_sum / num_tokens, "losses/grad_norm": float(grad_norm)}
+            if on_step and on_step(step, metrics):
+                break
     bar.close()
 
 
@@ -219,8 +218,12 @@ def main(args: Args) -> None:
         print(f"only {len(demos)} of {args.num_demos} demonstrations were won within {args.max_turns} turns")
     if not demos:
         raise envs.UserError(f"--max-turns {args.max_turns}: the expert wins no game in that time")
-    train(model, tokenize(demos, chat), args,
-          lambda step, metrics: [writer.add_scalar(name, value, step) for name, value in metrics.items()])  # fmt: skip
+
+    def log(step: int, metrics: dict) -> None:
+        for name, value in metrics.items():
+            writer.add_scalar(name, value, step)
+
+    train(model, tokenize(demos, chat), args, log)
     after, _ = evaluate(model, chat, vec, eval_tasks, args)
     for step, scores in ((0, before), (1, after)):
         writer.add_scalar("eval/success_rate", scores["success_rate"], step)

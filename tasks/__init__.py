@@ -12,7 +12,7 @@ Turn limits, rewards, prompts and time limits are `envs.py`'s business, the same
 from dataclasses import dataclass, field
 
 
-class UserError(ValueError):
+class UserError(Exception):
     """Something that the user can mend; the scripts print it as one line, without a traceback, and exit with 2."""
 
 

@@ -16,9 +16,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import mementos.core
-from alfworld.agents.utils.misc import Demangler
 from textworld import EnvInfos
 from textworld.envs import PddlEnv
+
+# alfworld's import creates the folder that the variable names, right or wrong; `data_root` says what is wrong with it.
+ALFWORLD_DATA = os.environ.pop("ALFWORLD_DATA", "")
+from alfworld.agents.utils.misc import Demangler
+
+os.environ["ALFWORLD_DATA"] = ALFWORLD_DATA
 
 from tasks import State, Task, UserError
 from tasks.alfworld_expert import SearchingExpert
@@ -201,13 +206,11 @@ def data_root():
     Raises:
         UserError: if $ALFWORLD_DATA is set to a folder that lacks them.
     """
-    default = os.path.expanduser("~/.cache/alfworld")
-    # Importing alfworld sets an unset variable to its default, so that value says nothing about the user's wish.
-    folder = os.environ.get("ALFWORLD_DATA") or default
-    root = Path(folder) / DATA_FOLDER
+    folder = os.environ.get("ALFWORLD_DATA", "")
+    root = Path(folder or "~/.cache/alfworld").expanduser() / DATA_FOLDER
     if root.is_dir():
         return root
-    if folder != default:
+    if folder:
         raise UserError(
             f"ALFWORLD_DATA is {folder}, which has no {DATA_FOLDER}: run alfworld-download, "
             "point the variable to the folder that has it, or unset it to play generated games"

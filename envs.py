@@ -191,7 +191,8 @@ class VecEnv:
     Engines are deterministic, so results depend neither on the number of workers nor on which is faster. A worker that
     dies, or that takes longer than `timeout` seconds for one call, is replaced, and its other episodes are brought
     back by playing their actions again. The episode that was being played gets `info["infra_error"]`, and the caller
-    must leave it out of the loss and of every baseline: it is not a failure of the policy.
+    must leave it out of the loss and of every baseline: it is not a failure of the policy. A batch whose episodes are
+    all lost raises RuntimeError.
     """
 
     def __init__(self, num_workers: int, timeout: float = 60.0, **settings):
@@ -213,17 +214,11 @@ class VecEnv:
         self._send({slot: task for slot, task in enumerate(tasks)})
 
     def reset(self, tasks: list[Task]) -> list[tuple[str, dict]]:
-        """One new episode per task: a list of (obs, info).
-
-        Raises:
-            RuntimeError: none of the games could be started.
-        """
+        """One new episode per task: a list of (obs, info)."""
         if self.prefetched != list(tasks):
             self.prefetch(tasks)
         self.prefetched = None
         answers = self._collect()
-        if all("infra_error" in answer[1] for answer in answers.values()):
-            raise RuntimeError("no game could be started; what went wrong stands above, in each infra_error line")
         return [answers[slot] for slot in range(len(tasks))]
 
     def step(self, actions: dict[int, str]) -> dict[int, tuple[str, float, bool, bool, dict]]:
@@ -275,17 +270,19 @@ class VecEnv:
             while queue:
                 slot, wanted = queue[0]
                 answer, alive = self._receive(w)
-                if isinstance(answer, str):  # the fault, in words
+                if isinstance(answer, str) and slot in self.played:  # the fault, in words
                     print(f"infra_error in {self.played[slot][0].task_id}: {answer}", file=sys.stderr, flush=True)
                     info = {"won": False, "progress": 0.0, "infra_error": answer}
                     first = len(self.played.pop(slot)) == 1
                     answer, wanted = ("", info) if first else ("", 0.0, False, True, info), True
-                if wanted:
+                if wanted and not isinstance(answer, str):
                     answers[slot] = answer
                 queue.popleft()
                 if not alive:
                     self._replace(w, unanswered={s for s, want in queue if want})
                     queue = self.pending[w]
+        if not self.played:
+            raise RuntimeError("all episodes of the batch were lost, each to the infra_error printed above")
         return answers
 
     def _receive(self, w: int) -> tuple[tuple | str, bool]:
@@ -328,8 +325,8 @@ class Chat:
 
         <start> prompt(obs_0) | action_0 <eot> | follow_up(obs_1) | action_1 <eot> | ...
 
-    Attributes: `eot_id`, the token that ends an assistant message; `rewrites_history`, whether the template would drop
-    earlier text (thinking models do) where we keep the tokens untouched.
+    Attributes: `eot_id`, the token that ends an assistant message; `rewrites_history`, whether the template would write
+    earlier turns otherwise (thinking models drop text; some tokenizers cut it otherwise) where we keep the tokens.
     """
 
     def __init__(self, tokenizer):
@@ -343,13 +340,12 @@ class Chat:
                 "save the tokenizer with a `chat_template` (ChatML, say) beside the weights"
             )
         self.tokenizer = tokenizer
-        user, assistant = {"role": "user", "content": "OBS_TEXT"}, {"role": "assistant", "content": "ACT_TEXT"}
-        first = self._render([user])
+        reply = "<think>\nhm\n</think>\n\nACT_TEXT"
+        user, assistant = {"role": "user", "content": "OBS_TEXT"}, {"role": "assistant", "content": reply}
+        before, after = self._render([user]).split("OBS_TEXT")
         whole = self._render([user, assistant, user])
-        before, after = first.split("OBS_TEXT")
         # The text after the action: <eot>, the next message's header, OBS, and the header of the next action.
-        between, tail = whole.split("ACT_TEXT")[1].split("OBS_TEXT")
-        self.rewrites_history = not whole.startswith(first + "ACT_TEXT") or tail != after
+        between, _ = whole.split("ACT_TEXT")[1].split("OBS_TEXT")
         encode = lambda text: tokenizer(text, add_special_tokens=False).input_ids  # noqa: E731
         self.before, self.after = encode(before), encode(after)
         eot, *self.between = encode(between.lstrip(" "))
@@ -359,8 +355,13 @@ class Chat:
                 "which does not begin with a special token; the policy could not end its action"
             )
         self.eot_id = eot
-        # A template made for single conversations may begin each exchange with BOS; one conversation has one.
-        self.between = [token for token in self.between if token != tokenizer.bos_token_id or token == eot]
+        # A template made for single conversations may begin each exchange with BOS; one conversation has one. (A BOS
+        # that opens or ends every message is another matter: it stays.)
+        repeated = {tokenizer.bos_token_id} - {eot, *self.after}
+        self.between = [token for token in self.between if token not in repeated]
+        played = self.prompt("OBS_TEXT") + self.action(reply) + self.follow_up("OBS_TEXT", ended=True)
+        first, *others = encode(whole)
+        self.rewrites_history = played != [first, *(token for token in others if token not in repeated)]
 
     def prompt(self, obs: str) -> list[int]:
         """Tokens of the first user message and of what the template puts before the first action."""

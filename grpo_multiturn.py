@@ -12,8 +12,8 @@ The policy pi is the model's softmax at `--temperature`. We descend
     (4)  k3_t     = pi_ref(t) / pi(t) - log(pi_ref(t) / pi(t)) - 1
     (5)  L        = - 1/B sum_i 1/|T_i| sum_{t in T_i} ( min(rho_t A, clip(rho_t, 1 - c, 1 + c) A) - beta k3_t )
 
-Biased, and marked below: the group's mean and standard deviation; 1/|T_i|, which makes the tokens of long episodes
-count less; the clip; and each step after the first is off-policy. Dr. GRPO: `--no-norm-by-std --length-norm constant`.
+Biased, and marked below: the group's mean and standard deviation; 1/|T_i|, so long episodes' tokens count less; the
+clip; the KL's direction; later steps, being off-policy. Dr. GRPO: `--no-norm-by-std --length-norm constant`.
 
 Papers: GRPO, Shao et al. 2024, arXiv 2402.03300; Dr. GRPO, Liu et al. 2025, arXiv 2503.20783; the setting, Wang &
 Ammanabrolu 2025, arXiv 2510.01132. Shapes: B episodes, G group size, K turns, T padded tokens, V vocabulary.
@@ -25,7 +25,6 @@ Ammanabrolu 2025, arXiv 2510.01132. Shapes: B episodes, G group size, K turns, T
 import copy
 import json
 import os
-import random
 import sys
 import time
 from collections import defaultdict
@@ -35,7 +34,6 @@ from typing import Literal
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch: lets the environment workers have the cores
 
-import numpy as np
 import torch
 import transformers
 import tyro
@@ -82,13 +80,13 @@ class Args:
     """Precision of the matrix products (weights stay float32); auto takes bfloat16 on GPUs and float32 on CPUs."""
 
     # optimisation
-    num_iterations: int = 30
+    num_iterations: int = 20
     """Iterations: a batch of episodes, then an update."""
     num_groups: int = 8
     """Tasks in a batch."""
     group_size: int = 8
     """Episodes on each task, G."""
-    learning_rate: float = 1e-4
+    learning_rate: float = 2e-4
     """AdamW's learning rate."""
     kl_coef: float = 0.001
     """Weight beta of the KL divergence from the initial policy, in reward per nat; 0 leaves it out."""
@@ -98,7 +96,7 @@ class Args:
     """Padded tokens in one forward and backward pass at most; changes memory and speed, never the result."""
 
     # evaluation
-    eval_freq: int = 10
+    eval_freq: int = 5
     """Evaluate every this many iterations, besides at the start and at the end; 0 does not."""
     eval_episodes: int = 100
     """Held-out games in an evaluation, one episode each."""
@@ -149,10 +147,11 @@ def load_model(path: str, device: torch.device) -> tuple[torch.nn.Module, envs.C
         model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="sdpa")
     except (OSError, KeyError, ValueError) as error:
         raise envs.UserError(f"--model {path}: cannot be loaded ({str(error).splitlines()[0]})") from error
-    if {*(getattr(model.config, "layer_types", None) or [])} - {"full_attention"}:
+    forgets = {*(getattr(model.config, "layer_types", None) or [])} - {"full_attention"}
+    if forgets or getattr(model.config, "sliding_window", None):
         raise envs.UserError(f"--model {path}: layers of sliding or linear attention are not supported")
     if chat.rewrites_history:
-        print("The chat template would rewrite earlier turns; the policy sees them untouched instead.", flush=True)
+        print("The chat template would write earlier turns otherwise; the policy sees them as they were.", flush=True)
     return model.to(device).eval(), chat  # eval: dropout would make the first ratio differ from 1
 
 
@@ -248,8 +247,8 @@ def rollout(model, chat, vec, tasks, args, temperature, generator) -> tuple[dict
     Returns:
         batch: input_ids (B, T) int64, attention_mask and response_mask (B, T) bool, logprobs (B, T) float32 in nats at
             sampling, turn_ids (B, T) int64 (the turn of an action token, else 0), rewards (B, K) float32, and per
-            episode (B,): num_turns, won, terminated, truncated, valid (False after an infrastructure error, which
-            empties the row's response_mask).
+            episode (B,): num_turns, won, terminated, truncated, context_limit, valid (False after an infrastructure
+            error, which empties the row's response_mask).
         episodes: B dicts for people: task, won, progress, the observations, the actions and the rewards.
     """
     device, B, K = model.device, len(tasks), args.max_turns
@@ -261,6 +260,8 @@ def rollout(model, chat, vec, tasks, args, temperature, generator) -> tuple[dict
     for episode in episodes:
         episode |= {"won": False, "progress": 0.0, "terminated": False, "truncated": False, "context_limit": False}
     ids = [chat.prompt(obs) for obs, _ in started]  # whole conversations; the lists below run in parallel to them
+    if max(map(len, ids)) + args.max_action_tokens > model.config.max_position_embeddings:
+        raise envs.UserError(f"--model {args.model}: its context is too short for the first prompt and an action")
     masks, turn_ids, logprobs = ([[fill] * len(x) for x in ids] for fill in (False, 0, 0.0))
     cache = KVCache()
 
@@ -273,11 +274,11 @@ def rollout(model, chat, vec, tasks, args, temperature, generator) -> tuple[dict
         """Reads one block of new tokens per row behind the `read` ones; the logits after each, (b, V)."""
         q = max(map(len, blocks))
         block = torch.tensor([[chat.eot_id] * (q - len(x)) + x for x in blocks], device=device)  # (b, q)
-        # Blocks end together. The filler in front goes to slots behind the row's end, where nobody looks.
+        # Blocks end together. The filler in front goes to the slot behind the row's end, where nobody looks.
         real = torch.tensor(list(map(len, blocks)), device=device)[:, None]  # (b, 1)
         order = torch.arange(q, device=device) - (q - real)  # (b, q): 0, 1, ... from the first real token on
-        offsets = torch.where(order >= 0, order, real - 1 - order)
-        return forward(block, torch.tensor(read, device=device)[:, None] + offsets, max(read) + q)
+        positions = torch.tensor(read, device=device)[:, None] + torch.where(order >= 0, order, real)  # (b, q)
+        return forward(block, positions, int(positions.max()) + 1)
 
     # The episodes of a group begin with the same prompt: it is read once.
     distinct = list(dict.fromkeys(map(tuple, ids)))
@@ -356,7 +357,7 @@ def rollout(model, chat, vec, tasks, args, temperature, generator) -> tuple[dict
         "num_turns": torch.tensor([len(e["rewards"]) for e in episodes], device=device),
         "valid": ~per_episode("infra_error"),
     }
-    batch |= {name: per_episode(name) for name in ("won", "terminated", "truncated")}
+    batch |= {name: per_episode(name) for name in ("won", "terminated", "truncated", "context_limit")}
     return batch, episodes
 
 
@@ -375,11 +376,10 @@ def compute_advantages(batch: dict, args) -> dict:
     # >>> ESTIMATOR: advantage
     # Sparse: one number per episode. Dense (process supervision): one per turn that was played.
     G, played = args.group_size, batch["valid"][:, None]  # (B, 1)
+    r = rewards if args.dense_reward else rewards.sum(1, keepdim=True)  # (B, K or 1)
     if args.dense_reward:
         played = played & (torch.arange(K, device=rewards.device) < batch["num_turns"][:, None])  # (B, K)
-    else:
-        rewards = rewards.sum(1, keepdim=True)  # (B, 1)
-    r, played = (x.view(-1, G, x.shape[1]) for x in (rewards, played))  # (B/G, G, K or 1)
+    r, played = (x.view(-1, G, x.shape[1]) for x in (r, played))  # (B/G, G, K or 1)
     count = played.sum((1, 2), keepdim=True).clamp(min=1)  # (B/G, 1, 1)
     # Biased: the mean includes the episode's own reward, a factor (G - 1) / G when sparse; when dense it is taken from
     # each turn, so that episodes with more turns lose more. Eq. (1)
@@ -407,12 +407,12 @@ def compute_loss(batch: dict, args) -> tuple[torch.Tensor, dict]:
     ratio = log_ratio.exp()  # (B, T)
     clipped = ratio.clamp(1 - args.clip_coef, 1 + args.clip_coef)
     surrogate = torch.minimum(ratio * advantages, clipped * advantages)  # (B, T)
-    # Biased off-policy: k3 in the loss has the KL's gradient only for the policy's own samples. Eq. (4)
+    # Biased: the gradient of k3 is that of KL(pi_ref | pi) at the visited histories, not of KL(pi | pi_ref). Eq. (4)
     ref_log_ratio = (batch["ref_logprobs"] - batch["new_logprobs"]) * mask  # (B, T)
     objective = (surrogate - args.kl_coef * (ref_log_ratio.exp() - ref_log_ratio - 1)) * mask  # (B, T)
     # Biased: each episode is divided by its own length. A constant is not, and only scales. Eq. (5)
-    constant = args.max_turns * args.max_action_tokens  # the longest that an episode can be
-    divisor = mask.sum(1).clamp(min=1) if args.length_norm == "episode" else constant  # (B,) or a number
+    longest = args.max_turns * args.max_action_tokens
+    divisor = mask.sum(1).clamp(min=1) if args.length_norm == "episode" else longest  # (B,) or a number
     loss = -(objective.sum(1) / divisor).sum() / batch["num_episodes"]
     off = ((ratio - 1).abs() > args.clip_coef) & mask  # (B, T)
     sums = {"policy_loss": loss, "approx_kl": (ratio - 1 - log_ratio).sum(), "clipfrac": off.sum()}
@@ -445,8 +445,7 @@ def evaluate(model, chat, vec, tasks, args) -> tuple[dict, list[dict]]:
 def main(args: Args) -> None:
     # 1. Games and model. Whatever is wrong with the arguments shows here, before any work.
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    for seed in (random.seed, np.random.seed, torch.manual_seed):
-        seed(args.seed)
+    transformers.set_seed(args.seed)
     sampling_rng = torch.Generator(device).manual_seed(args.seed)
     train_tasks = envs.list_tasks(args.env, args.task, "train", args.alfworld_data)
     eval_tasks = envs.list_tasks(args.env, args.task, args.eval_split, args.alfworld_data)[: args.eval_episodes]
@@ -514,7 +513,7 @@ def main(args: Args) -> None:
         # 6. Update.
         sums, num_steps = defaultdict(float), args.update_epochs * args.num_minibatches
         for _ in range(args.update_epochs):
-            for step_rows in rows[torch.randperm(len(rows)).to(device)].chunk(args.num_minibatches):
+            for step_rows in rows[torch.randperm(len(rows)).to(device)].tensor_split(args.num_minibatches):
                 num_tokens = int(response_mask[step_rows].sum())
                 counts = {"num_episodes": len(step_rows), "num_tokens": num_tokens, "iteration": iteration}
                 optimizer.zero_grad()
@@ -524,20 +523,20 @@ def main(args: Args) -> None:
                     # GRPO has no values.
                     # <<< ESTIMATOR
                     loss, piece_sums = compute_loss(piece | counts, args)
-                    if not torch.isfinite(loss):
-                        raise FloatingPointError(f"iteration {iteration + 1}: the loss is {loss.item()}; not saved")
                     loss.backward()
                     for name, value in piece_sums.items():
                         sums[name] += float(value)
+                max_norm = args.max_grad_norm or float("inf")
                 for group in optimizer.param_groups[::-1]:  # the policy's is the first, so its norm remains
-                    grad_norm = torch.nn.utils.clip_grad_norm_(group["params"], args.max_grad_norm or float("inf"))
+                    grad_norm = torch.nn.utils.clip_grad_norm_(group["params"], max_norm, error_if_nonfinite=True)
                 optimizer.step()
                 sums["grad_norm"] += float(grad_norm)
 
         # 7. Log. Means are over the batch's action tokens or its valid episodes; what is not defined is not logged.
         num_tokens, num_valid = int(response_mask.sum()), len(rows)
         episode_returns, token_advantages = batch["rewards"].sum(1), batch["advantages"][response_mask]
-        spread = episode_returns.view(-1, args.group_size).std(dim=1)  # (B/G,)
+        R, played = (x.view(-1, args.group_size) for x in (episode_returns, valid))  # (B/G, G)
+        spread = R.masked_fill(~played, -torch.inf).amax(1) - R.masked_fill(~played, torch.inf).amin(1)  # (B/G,)
         mismatch = (batch["sampler_logprobs"] - batch["logprobs"])[response_mask].abs()
         seconds = time.time() - iteration_start
         metrics = {
@@ -546,6 +545,7 @@ def main(args: Args) -> None:
             "charts/episodic_length": batch["num_turns"][valid].float().mean(),
             "charts/response_tokens": num_tokens / num_valid,
             "charts/truncated_frac": batch["truncated"][valid].float().mean(),
+            "charts/context_limit_frac": batch["context_limit"][valid].float().mean(),
             "charts/infra_errors": len(episodes) - num_valid,
             "charts/learning_rate": args.learning_rate,
             "charts/SPS": global_step / (time.time() - start_time),
@@ -556,7 +556,7 @@ def main(args: Args) -> None:
             "losses/grad_norm": sums["grad_norm"] / num_steps,
             "estimator/advantage_mean": token_advantages.mean(),
             "estimator/advantage_std": token_advantages.std(),
-            "estimator/zero_advantage_frac": (spread == 0).float().mean(),  # groups that teach nothing
+            "estimator/zero_advantage_frac": (spread < 1e-6).float().mean(),  # groups of equal returns
             "estimator/sampler_mismatch": mismatch.mean(),
         }
         if reference:

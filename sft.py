@@ -186,7 +186,8 @@ def train(model, rows, args, on_step=None) -> None:
             metrics = {"charts/learning_rate": learning_rate, "losses/policy_loss": loss_sum}
             metrics |= {"losses/entropy": entropy_sum / num_tokens, "losses/grad_norm": float(grad_norm)}
             if on_step and on_step(step, metrics):
-                break
+                bar.close()
+                return
     bar.close()
 
 

@@ -75,6 +75,15 @@ def test_bos_is_never_inserted_between_turns(tokenizer_with):
         assert tokenizer.bos_token_id not in ids[1:]
 
 
+def test_bos_that_opens_every_message_stays(tokenizer_with):
+    """SmolLM2's BOS is <|im_start|>, the header of each of its messages."""
+    tokenizer = tokenizer_with(CHATML)
+    with_bos_header = copy.deepcopy(tokenizer)
+    with_bos_header.bos_token = "<|im_start|>"
+    assert layout(envs.Chat(with_bos_header)) == layout(envs.Chat(tokenizer))
+    assert not envs.Chat(with_bos_header).rewrites_history
+
+
 def test_missing_end_of_turn_comes_as_an_observation_token(chat):
     cut, whole = chat.follow_up("ok", ended=False), chat.follow_up("ok", ended=True)
     assert cut == [chat.eot_id, *whole]
@@ -92,6 +101,9 @@ def test_special_tokens_in_game_text_stay_text(chat):
 
 def test_history_rewriting_template_is_detected(tokenizer_with):
     assert envs.Chat(tokenizer_with(THINKING)).rewrites_history
+    # Drops what was thought in earlier turns, and opens no think block of its own.
+    only_drops = CHATML.replace("m['content']", "m['content'].split('</think>')[-1].lstrip()")
+    assert envs.Chat(tokenizer_with(only_drops)).rewrites_history
     assert not envs.Chat(tokenizer_with(CHATML)).rewrites_history
 
 

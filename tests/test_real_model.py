@@ -40,6 +40,9 @@ def test_pretrained_instruct_model_plays_and_learns_from_one_batch(smollm2):
     args = rloo.Args(model=str(smollm2), env="alfworld", max_turns=2, num_groups=1, group_size=2)
     model, chat = rloo.load_model(args.model, torch.device("cpu"))
     assert chat.tokenizer.decode([chat.eot_id]) == "<|im_end|>" and not chat.rewrites_history
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
+    laid_out = chat.prompt("a") + chat.action("b") + chat.follow_up("c", ended=True)
+    assert laid_out == chat.tokenizer.apply_chat_template(turns, add_generation_prompt=True)["input_ids"]
     vec = envs.VecEnv(1, env="alfworld", max_turns=2, dense_reward=True)
     tasks = envs.list_tasks("alfworld", "all", "train", "generated")[:1] * 2
     batch, episodes = rloo.rollout(model, chat, vec, tasks, args, args.temperature, torch.Generator().manual_seed(1))

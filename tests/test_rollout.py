@@ -1,12 +1,14 @@
 """Rollout: token in, token out, with a cache that is carried across turns."""
 
+import copy
 from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers import GPT2Config, GPT2LMHeadModel, MistralConfig, MistralForCausalLM
 
 import rloo_multiturn as rloo
-from envs import Task
+from envs import Task, UserError
 
 TURNS = [
     ["You are in a kitchen. You see a fridge 1.", "The fridge 1 is closed.", "Nothing happens."],
@@ -111,6 +113,30 @@ def test_running_out_of_context_ends_the_episode_as_a_failure(random_model, chat
     assert batch["num_turns"].tolist() == [1] and batch["rewards"].sum() == 0
 
 
+def test_prompt_that_leaves_no_room_for_an_action_is_refused(random_model, chat, scripted_vec):
+    random_model.config.max_position_embeddings = len(chat.prompt(TURNS[0][0])) + 5  # an action may have 6 tokens
+    with pytest.raises(UserError, match="context is too short for the first prompt and an action"):
+        play(random_model, chat, scripted_vec([[TURNS[0][0], "more"]]), make_args(model="small"))
+
+
+def test_learned_positions_are_used_up_to_the_last_and_never_beyond(chat, scripted_vec):
+    """Filler in front of a short observation must not reach behind the context, as the longest row's block does."""
+    args = make_args()
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=len(chat.tokenizer), n_embd=32, n_layer=2, n_head=4, initializer_range=0.3)
+    turns = [["A hall.", "long " * 40, "end"], ["A hall with a very long name " * 4, "short", "end"]]
+    large = GPT2LMHeadModel(config).eval()
+    used = int(play(large, chat, scripted_vec(turns), args)[0]["attention_mask"].sum(1).max())
+    exact = copy.deepcopy(large)
+    exact.config.max_position_embeddings = exact.config.n_positions = used + args.max_action_tokens
+    exact.transformer.wpe.weight.data = large.transformer.wpe.weight[: used + args.max_action_tokens].clone()
+    batch, _ = play(exact, chat, scripted_vec(turns), args)
+    assert batch["num_turns"].tolist() == [3, 3] and not batch["truncated"].any()
+    with torch.no_grad():
+        logprobs, _ = rloo.token_logprobs(exact, batch["input_ids"], batch["response_mask"], args)
+    assert torch.allclose(logprobs, batch["logprobs"], atol=1e-4)
+
+
 def test_one_seed_one_batch(random_model, chat, scripted_vec):
     first, again = (play(random_model, chat, scripted_vec(TURNS), make_args(), seed=3)[0] for _ in range(2))
     other = play(random_model, chat, scripted_vec(TURNS), make_args(), seed=4)[0]
@@ -178,3 +204,16 @@ def test_loss_ignores_observation_tokens_as_targets(random_model, chat, scripted
     batch["input_ids"][2, last + 1 :] = 9
     after = rloo.token_logprobs(random_model, batch["input_ids"], mask, args)[0]
     assert torch.equal(before, after)
+
+
+def test_model_whose_attention_forgets_is_refused(chat, tmp_path):
+    """The sampler's cache attends to everything, so a sliding window in the trainer would be off-policy, silently."""
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
+    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": len(chat.tokenizer)}
+    for window in (16, None):
+        config = MistralConfig(sliding_window=window, **sizes)
+        MistralForCausalLM(config).save_pretrained(tmp_path / str(window))
+        chat.tokenizer.save_pretrained(tmp_path / str(window))
+    with pytest.raises(UserError, match="sliding or linear attention"):
+        rloo.load_model(str(tmp_path / "16"), torch.device("cpu"))
+    rloo.load_model(str(tmp_path / "None"), torch.device("cpu"))

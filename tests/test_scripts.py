@@ -39,8 +39,8 @@ BUDGETS = {
 }
 RL_TAGS = {
     *(f"charts/{x}" for x in ("episodic_return", "success_rate", "episodic_length", "response_tokens")),
-    *(f"charts/{x}" for x in ("truncated_frac", "infra_errors", "learning_rate", "SPS")),
-    *(f"charts/{x}" for x in ("rollout_seconds", "update_seconds")),
+    *(f"charts/{x}" for x in ("truncated_frac", "context_limit_frac", "infra_errors")),
+    *(f"charts/{x}" for x in ("learning_rate", "SPS", "rollout_seconds", "update_seconds")),
     *(f"losses/{x}" for x in ("policy_loss", "entropy", "grad_norm", "kl")),
     *(f"estimator/{x}" for x in ("advantage_mean", "advantage_std", "zero_advantage_frac", "sampler_mismatch")),
     *(f"eval/{x}" for x in ("success_rate", "episodic_return", "episodic_length")),

@@ -1,9 +1,11 @@
-"""Does the agent get better? The README's main job and its TextWorld siblings, three seeds each, every run reported.
+"""Does the agent get better? The README's main job and its TextWorld siblings; every run is reported.
 
     python benchmark/learning_curves.py             runs what the CSV does not hold yet, then draws
     python benchmark/learning_curves.py --draw-only
 
-Writes learning_curves.csv (one row per evaluation on held-out games) and learning_curves.png beside this file.
+RLOO runs with seeds 1, 2, 3 in every setting; GRPO and PPO with as many episodes, seeds 1, 2, 3 on TextWorld and seed 1
+on ALFWorld. Writes learning_curves.csv (one row per evaluation on held-out games) and learning_curves.png beside this
+file, and prints the README's table.
 """
 
 import argparse
@@ -25,19 +27,23 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 CSV, PNG = HERE / "learning_curves.csv", HERE / "learning_curves.png"
-COMMANDS = {
-    "ALFWorld, dense reward": "rloo_multiturn.py --env alfworld --alfworld-data generated --dense-reward",
-    "TextWorld w2-o3-q4, sparse reward": "rloo_multiturn.py --env textworld --task w2-o3-q4",
-    "TextWorld w2-o3-q4, dense reward": "rloo_multiturn.py --env textworld --task w2-o3-q4 --dense-reward",
+SETTINGS = {
+    "ALFWorld, dense reward": "--env alfworld --alfworld-data generated --dense-reward",
+    "TextWorld w2-o3-q4, sparse reward": "--env textworld --task w2-o3-q4",
+    "TextWorld w2-o3-q4, dense reward": "--env textworld --task w2-o3-q4 --dense-reward",
 }
-SEEDS = (1, 2, 3)
-FIELDS = "setting seed iteration episodes turns success games seconds commit cores command".split()
+COLORS = {"rloo": "#12507b", "grpo": "#b5541c", "ppo": "#3b7d3a"}
+RUNS = [("rloo", setting, seed) for seed in (1, 2, 3) for setting in SETTINGS]
+RUNS += [(name, setting, 1) for setting in SETTINGS for name in ("grpo", "ppo")]
+RUNS += [(name, setting, seed) for seed in (2, 3) for setting in list(SETTINGS)[1:] for name in ("grpo", "ppo")]
+FIELDS = "algorithm setting seed iteration episodes turns success games seconds commit cores command".split()
 
 
-def measure(setting: str, command: str, seed: int) -> list[dict]:
+def measure(algorithm: str, setting: str, seed: int) -> list[dict]:
     """Runs one command to its end and reads its evaluations back."""
+    command = f"{algorithm}_multiturn.py {SETTINGS[setting]} --seed {seed}"
     before, start = set((ROOT / "runs").glob("*")), time.time()
-    subprocess.run([sys.executable, *shlex.split(command), "--seed", str(seed)], cwd=ROOT, check=True)
+    subprocess.run([sys.executable, *shlex.split(command)], cwd=ROOT, check=True)
     seconds = time.time() - start
     (run,) = set((ROOT / "runs").glob("*")) - before
     about = json.loads((run / "args.json").read_text())
@@ -51,6 +57,7 @@ def measure(setting: str, command: str, seed: int) -> list[dict]:
     steps = [event.step for event in EventAccumulator(str(run)).Reload().Scalars("eval/success_rate")]
     return [
         {
+            "algorithm": algorithm,
             "setting": setting,
             "seed": seed,
             "iteration": iteration,
@@ -61,34 +68,58 @@ def measure(setting: str, command: str, seed: int) -> list[dict]:
             "seconds": round(seconds),
             "commit": about["commit"],
             "cores": os.cpu_count(),
-            "command": f"python {command} --seed {seed}",
+            "command": f"python {command}",
         }
         for (iteration, won), step in zip(sorted(wins.items()), steps, strict=True)
     ]
 
 
+def curves_of(rows: list[dict], algorithm: str, setting: str) -> dict[int, dict[int, float]]:
+    """For each seed, success after each number of training episodes."""
+    curves = {}
+    for row in rows:
+        if row["algorithm"] == algorithm and row["setting"] == setting:
+            curves.setdefault(int(row["seed"]), {})[int(row["episodes"])] = float(row["success"])
+    return curves
+
+
 def draw(rows: list[dict]) -> None:
-    """One panel per setting: a thin line per seed, a thick one for their mean."""
-    fig, axes = plt.subplots(1, len(COMMANDS), figsize=(4 * len(COMMANDS), 3.3), sharey=True)
-    for ax, setting in zip(axes, COMMANDS, strict=True):
-        curves = {}
-        for row in rows:
-            if row["setting"] == setting:
-                curves.setdefault(int(row["seed"]), {})[int(row["episodes"])] = float(row["success"])
-        for curve in curves.values():
-            ax.plot(list(curve), list(curve.values()), color="#9db4c8", linewidth=1)
-        if curves:
-            xs = sorted(set.intersection(*(set(curve) for curve in curves.values())))
-            means = [sum(curve[x] for curve in curves.values()) / len(curves) for x in xs]
-            ax.plot(xs, means, color="#12507b", linewidth=2.5)
-            ax.annotate(f"{means[0]:.0%}", (xs[0], means[0]), xytext=(4, -14), textcoords="offset points")
-            ax.annotate(f"{means[-1]:.0%}", (xs[-1], means[-1]), xytext=(-24, 8), textcoords="offset points")
+    """One panel per setting, one colour per algorithm: a thin line per seed, a thick one for their mean."""
+    fig, axes = plt.subplots(1, len(SETTINGS), figsize=(4 * len(SETTINGS), 3.4), sharey=True)
+    for ax, setting in zip(axes, SETTINGS, strict=True):
+        for algorithm, color in COLORS.items():
+            curves = list(curves_of(rows, algorithm, setting).values())
+            for curve in curves:
+                ax.plot(list(curve), list(curve.values()), color=color, linewidth=1, alpha=0.35)
+            if curves:
+                mean = {x: sum(curve[x] for curve in curves) / len(curves) for x in curves[0]}
+                label = f"{algorithm.upper()}, {len(curves)} seed{'s' if len(curves) > 1 else ''}"
+                ax.plot(list(mean), list(mean.values()), color=color, linewidth=2.5, label=label)
         ax.set(title=setting, xlabel="training episodes", ylim=(0, 1))
         ax.yaxis.set_major_formatter(matplotlib.ticker.PercentFormatter(1))
         ax.grid(alpha=0.3)
+        if ax.get_legend_handles_labels()[0]:
+            ax.legend(loc="upper left", frameon=False)
     axes[0].set_ylabel("success on held-out games")
     fig.tight_layout()
     fig.savefig(PNG, dpi=130)
+
+
+def table(rows: list[dict]) -> str:
+    """The README's table: success before and after, for each run."""
+    lines = ["| setting | algorithm | before -> after, seed by seed | mean gain, points | minutes |"]
+    lines.append("| --- | --- | --- | --- | --- |")
+    for setting in SETTINGS:
+        for algorithm in COLORS:
+            curves = curves_of(rows, algorithm, setting)
+            if curves:
+                ends = [(curve[min(curve)], curve[max(curve)]) for _, curve in sorted(curves.items())]
+                each = ", ".join(f"{first:.0%} -> {last:.0%}" for first, last in ends)
+                gain = 100 * sum(last - first for first, last in ends) / len(ends)
+                some = [int(r["seconds"]) for r in rows if r["setting"] == setting and r["algorithm"] == algorithm]
+                minutes = f"{min(some) / 60:.0f}-{max(some) / 60:.0f}"
+                lines.append(f"| {setting} | {algorithm.upper()} | {each} | {gain:+.0f} | {minutes} |")
+    return "\n".join(lines)
 
 
 def main() -> None:
@@ -96,23 +127,17 @@ def main() -> None:
     parser.add_argument("--draw-only", action="store_true", help="draw from the CSV, run nothing")
     options = parser.parse_args()
     rows = list(csv.DictReader(CSV.open())) if CSV.exists() else []
-    for seed in SEEDS:
-        for setting, command in COMMANDS.items():
-            if options.draw_only or any(r["setting"] == setting and int(r["seed"]) == seed for r in rows):
-                continue
-            rows += measure(setting, command, seed)
-            with CSV.with_suffix(".part").open("w", newline="") as file:
-                writer = csv.DictWriter(file, FIELDS)
-                writer.writeheader()
-                writer.writerows(rows)
-            CSV.with_suffix(".part").rename(CSV)
+    for algorithm, setting, seed in [] if options.draw_only else RUNS:
+        if seed in curves_of(rows, algorithm, setting):
+            continue
+        rows += measure(algorithm, setting, seed)
+        with CSV.with_suffix(".part").open("w", newline="") as file:
+            writer = csv.DictWriter(file, FIELDS)
+            writer.writeheader()
+            writer.writerows(rows)
+        CSV.with_suffix(".part").rename(CSV)
     draw(rows)
-    for setting in COMMANDS:
-        for seed in SEEDS:
-            some = [r for r in rows if r["setting"] == setting and int(r["seed"]) == seed]
-            if some:
-                first, last = float(some[0]["success"]), float(some[-1]["success"])
-                print(f"{setting}, seed {seed}: {first:.0%} -> {last:.0%} ({some[0]['seconds']} s)")
+    print(table(rows))
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 import ast
 import copy
+import csv
 import dataclasses
 import json
 import math
@@ -21,6 +22,7 @@ import grpo_multiturn
 import ppo_multiturn
 import rloo_multiturn
 import sft
+from benchmark import learning_curves
 
 ROOT = Path(__file__).resolve().parents[1]
 SIBLINGS = {
@@ -264,6 +266,11 @@ def test_readme_names_the_two_commands():
     text = (ROOT / "README.md").read_text()
     assert "pip install -r requirements.txt && python rloo_multiturn.py --env alfworld --dense-reward\n" in text
     assert "pip install -r requirements.txt && pytest\n" in text
+
+
+def test_readme_reports_the_runs_of_the_csv():
+    rows = list(csv.DictReader((ROOT / "benchmark" / "learning_curves.csv").open()))
+    assert learning_curves.table(rows) in (ROOT / "README.md").read_text()
 
 
 @pytest.mark.parametrize("command", readme_commands() if (ROOT / "README.md").exists() else [])

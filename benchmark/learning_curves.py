@@ -117,7 +117,7 @@ def table(rows: list[dict]) -> str:
                 each = ", ".join(f"{first:.0%} -> {last:.0%}" for first, last in ends)
                 gain = 100 * sum(last - first for first, last in ends) / len(ends)
                 some = [int(r["seconds"]) for r in rows if r["setting"] == setting and r["algorithm"] == algorithm]
-                minutes = f"{min(some) / 60:.0f}-{max(some) / 60:.0f}"
+                minutes = " to ".join(dict.fromkeys(f"{x / 60:.0f}" for x in (min(some), max(some))))
                 lines.append(f"| {setting} | {algorithm.upper()} | {each} | {gain:+.0f} | {minutes} |")
     return "\n".join(lines)
 

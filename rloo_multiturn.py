@@ -87,6 +87,8 @@ class Args:
     """Episodes on each task, G."""
     learning_rate: float = 2e-4
     """AdamW's learning rate."""
+    anneal_lr: bool = True
+    """Lower the learning rates linearly, so that they would reach 0 after the last iteration."""
     kl_coef: float = 0.001
     """Weight beta of the KL divergence from the initial policy, in reward per nat; 0 leaves it out."""
     max_grad_norm: float = 1.0
@@ -282,8 +284,7 @@ def rollout(model, chat, vec, tasks, args, temperature, generator) -> tuple[dict
     prompt_of = torch.tensor([distinct.index(tuple(ids[i])) for i in alive], dtype=torch.long, device=device)
     cache.select(prompt_of)
     logits = logits[prompt_of]  # (b, V), b episodes alive
-    turn = 0
-    while alive:
+    for turn in range(K):
         # Sample one action per row, token by token.
         read = torch.tensor([len(ids[i]) for i in alive], device=device)  # (b,) tokens in the cache
         longest = int(read.max())
@@ -303,7 +304,6 @@ def rollout(model, chat, vec, tasks, args, temperature, generator) -> tuple[dict
             # A row that has ended feeds tokens to the slot behind its end, which its next real token overwrites.
             logits = forward(token, read[:, None], longest + step + 1)
             read += ~ended
-        actions = {}
         sampled, sampled_logprobs = torch.cat(tokens, 1).tolist(), torch.cat(token_logprobs, 1).tolist()
         for i, action, action_logprobs in zip(alive, sampled, sampled_logprobs, strict=True):
             n = action.index(chat.eot_id) + 1 if chat.eot_id in action else len(action)
@@ -311,11 +311,11 @@ def rollout(model, chat, vec, tasks, args, temperature, generator) -> tuple[dict
             masks[i] += [True] * n
             logprobs[i] += action_logprobs[:n]
             turn_ids[i] += [turn] * n
-            actions[i] = chat.text(action[:n])
-            episodes[i]["actions"].append(actions[i])
+            episodes[i]["actions"].append(chat.text(action[:n]))
 
         # Step the environments; go on with the episodes that have not ended.
         rows, blocks = [], []
+        actions = {i: episodes[i]["actions"][-1] for i in alive}
         for row, (i, answer) in enumerate(vec.step(actions).items()):
             obs, reward, terminated, truncated, info = answer
             episodes[i]["obs"].append(obs)
@@ -334,9 +334,9 @@ def rollout(model, chat, vec, tasks, args, temperature, generator) -> tuple[dict
         if len(rows) < len(alive):
             cache.select(torch.tensor(rows, dtype=torch.long, device=device))
             alive = [alive[row] for row in rows]
-        if alive:
-            logits = feed(blocks, [len(ids[i]) - len(block) for i, block in zip(alive, blocks, strict=True)])
-        turn += 1
+        if not alive:
+            break
+        logits = feed(blocks, [len(ids[i]) - len(block) for i, block in zip(alive, blocks, strict=True)])
 
     masks = [[x and not e["infra_error"] for x in mask] for mask, e in zip(masks, episodes, strict=True)]
     T = max(map(len, ids))
@@ -439,6 +439,7 @@ def main(args: Args) -> None:
     # >>> ESTIMATOR: critic
     # RLOO has no critic.
     # <<< ESTIMATOR
+    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0 if args.anneal_lr else 1.0, args.num_iterations)
 
     # 2. The run's folder, and the environments.
     run = envs.new_run(args)
@@ -520,7 +521,6 @@ def main(args: Args) -> None:
         episode_returns, token_advantages = batch["rewards"].sum(1), batch["advantages"][response_mask]
         R, played = (x.view(-1, args.group_size) for x in (episode_returns, valid))  # (B/G, G)
         spread = R.masked_fill(~played, -torch.inf).amax(1) - R.masked_fill(~played, torch.inf).amin(1)  # (B/G,)
-        mismatch = (batch["sampler_logprobs"] - batch["logprobs"])[response_mask].abs()
         seconds = time.time() - iteration_start
         metrics = {
             "charts/episodic_return": episode_returns[valid].mean(),
@@ -530,7 +530,7 @@ def main(args: Args) -> None:
             "charts/truncated_frac": batch["truncated"][valid].float().mean(),
             "charts/context_limit_frac": batch["context_limit"][valid].float().mean(),
             "charts/infra_errors": len(episodes) - num_valid,
-            "charts/learning_rate": args.learning_rate,
+            "charts/learning_rate": scheduler.get_last_lr()[0],
             "charts/SPS": global_step / (time.time() - start_time),
             "charts/rollout_seconds": rollout_time,
             "charts/update_seconds": seconds - rollout_time,
@@ -540,13 +540,14 @@ def main(args: Args) -> None:
             "estimator/advantage_mean": token_advantages.mean(),
             "estimator/advantage_std": token_advantages.std(),
             "estimator/zero_advantage_frac": (spread < 1e-6).float().mean(),  # groups of equal returns
-            "estimator/sampler_mismatch": mismatch.mean(),
+            "estimator/sampler_mismatch": (batch["sampler_logprobs"] - batch["logprobs"])[response_mask].abs().mean(),
         }
         if reference:
             metrics["losses/kl"] = (batch["logprobs"] - batch["ref_logprobs"])[response_mask].mean()
         # >>> ESTIMATOR: metrics
         # RLOO has neither ratio nor critic to report on.
         # <<< ESTIMATOR
+        scheduler.step()
         for name, value in metrics.items():
             writer.add_scalar(name, float(value), global_step)
         for i, episode in enumerate(episodes):

@@ -119,6 +119,24 @@ def test_engine_that_raises_costs_its_episode_alone(make_vec):
         vec.reset([bad, bad])
 
 
+def test_episode_that_is_lost_while_it_is_brought_back_ends_once_and_the_others_go_on(make_vec):
+    tasks = [Task("alfworld", "pick_and_place_simple", seed=seed) for seed in (1, 2, 3)]
+    vec, undisturbed = make_vec(1, env="alfworld"), make_vec(1, env="alfworld")
+    for pool in (vec, undisturbed):
+        pool.reset(tasks)
+        for _ in range(2):
+            pool.step(dict.fromkeys(range(3), "look"))
+    # Its game is gone by the time that the worker dies: the replayed reset fails, and so does each action behind it.
+    vec.played[1][0] = Task("alfworld", "pick_and_place_simple", path="valid_seen/no/such/game.tw-pddl")
+    vec.workers[0][0].kill()
+    vec.workers[0][0].wait()
+    answers, expected = (pool.step(dict.fromkeys(range(3), "inventory")) for pool in (vec, undisturbed))
+    assert "died" in answers[0][4]["infra_error"]  # the one that was being played
+    assert "valid_seen/no/such/game.tw-pddl" in answers[1][4]["infra_error"] and answers[1][3]
+    assert answers[2] == expected[2]
+    assert vec.step({2: "look"}) == undisturbed.step({2: "look"})
+
+
 class CannedEngine:
     """Says a list of states; for what the engines cannot be made to say."""
 

@@ -1,0 +1,112 @@
+"""`main`, run in this process: what happens between rollout and optimizer, seen from the outside."""
+
+import json
+
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+import grpo_multiturn as grpo
+import ppo_multiturn as ppo
+import rloo_multiturn as rloo
+
+SIBLINGS = [rloo, grpo, ppo]
+
+
+@pytest.fixture
+def run_main(tmp_path, monkeypatch):
+    """Runs `main` in an empty folder with these arguments; gives the run's folder."""
+
+    def start(module, **arguments):
+        monkeypatch.chdir(tmp_path)
+        small = {"num_iterations": 1, "num_groups": 2, "group_size": 3, "max_turns": 3, "eval_episodes": 1}
+        small |= {"env": "alfworld", "alfworld_data": "generated", "num_workers": 1}
+        module.main(module.Args(**small | arguments))
+        (folder,) = (tmp_path / "runs").iterdir()
+        return folder
+
+    return start
+
+
+@pytest.fixture
+def steps(monkeypatch):
+    """The policy's learning rate in every optimizer step."""
+    rates, step = [], torch.optim.AdamW.step
+
+    def record(optimizer, *args, **kwargs):
+        rates.append(optimizer.param_groups[0]["lr"])
+        return step(optimizer, *args, **kwargs)
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", record)
+    return rates
+
+
+def scalar(folder, tag):
+    return [event.value for event in EventAccumulator(str(folder)).Reload().Scalars(tag)]
+
+
+@pytest.mark.parametrize("module", [grpo, ppo])
+def test_a_pass_takes_exactly_as_many_optimizer_steps_as_asked(run_main, steps, module):
+    run_main(module, update_epochs=2, num_minibatches=4)  # of 6 episodes: pieces of 2, 2, 1, 1
+    assert len(steps) == 2 * 4
+
+
+@pytest.mark.parametrize("module", SIBLINGS)
+def test_learning_rate_falls_linearly_and_would_reach_zero_after_the_last_iteration(run_main, steps, module):
+    folder = run_main(module, num_iterations=4, learning_rate=1e-4, num_groups=1, max_turns=2)
+    expected = [1e-4, 0.75e-4, 0.5e-4, 0.25e-4]
+    assert sorted(set(steps), reverse=True) == pytest.approx(expected)
+    assert scalar(folder, "charts/learning_rate") == pytest.approx(expected)
+
+
+def test_learning_rate_stays_without_annealing(run_main, steps):
+    run_main(rloo, num_iterations=3, learning_rate=1e-4, num_groups=1, max_turns=2, anneal_lr=False)
+    assert steps == [1e-4] * 3
+
+
+@pytest.mark.parametrize("module", SIBLINGS)
+def test_gradient_that_is_not_finite_stops_the_run_before_the_step(run_main, steps, monkeypatch, tmp_path, module):
+    compute_loss = module.compute_loss
+
+    def broken(batch, args):
+        loss, sums = compute_loss(batch, args)
+        return loss * float("nan"), sums
+
+    monkeypatch.setattr(module, "compute_loss", broken)
+    with pytest.raises(RuntimeError, match="non-finite"):
+        run_main(module)
+    assert steps == [] and not list(tmp_path.glob("runs/*/iteration_*"))
+
+
+@pytest.mark.parametrize("module", SIBLINGS)
+def test_logged_means_are_those_of_the_whole_episodes(run_main, monkeypatch, module):
+    """Group 0: returns 1/3, 1/3, and one episode that was lost; group 1: 0, 1, 0."""
+    rollout = module.rollout
+
+    def rewarded(model, chat, vec, tasks, args, *rest):
+        batch, episodes = rollout(model, chat, vec, tasks, args, *rest)
+        if len(episodes) == 6:  # the training batch
+            batch["rewards"][:] = 0
+            batch["rewards"][[0, 1, 2], 0] = torch.tensor([1 / 3, 1 / 3, 9.0])
+            batch["rewards"][4, 1] = 1.0
+            batch["valid"][2], batch["response_mask"][2] = False, False
+            batch["won"][:] = torch.tensor([0, 0, 1, 0, 1, 0]).bool()
+        return batch, episodes
+
+    monkeypatch.setattr(module, "rollout", rewarded)
+    folder = run_main(module, dense_reward=True)
+    assert scalar(folder, "estimator/zero_advantage_frac") == [0.5]
+    assert scalar(folder, "charts/episodic_return") == pytest.approx([(2 / 3 + 1) / 5])
+    assert scalar(folder, "charts/success_rate") == pytest.approx([1 / 5])
+    assert scalar(folder, "charts/infra_errors") == [1]
+
+
+def test_logged_means_agree_with_the_logged_episodes(run_main):
+    folder = run_main(rloo, num_groups=3, max_turns=6, dense_reward=True)
+    lines = [json.loads(line) for line in (folder / "episodes.jsonl").read_text().splitlines()]
+    played = [line for line in lines if line["split"] == "train"]
+    assert [line["group"] for line in played] == [0, 0, 0, 1, 1, 1, 2, 2, 2]
+    mean = lambda values: pytest.approx([sum(values) / len(played)])  # noqa: E731
+    assert scalar(folder, "charts/episodic_return") == mean([sum(line["rewards"]) for line in played])
+    assert scalar(folder, "charts/episodic_length") == mean([len(line["actions"]) for line in played])
+    assert scalar(folder, "charts/truncated_frac") == mean([line["truncated"] for line in played])

@@ -144,14 +144,14 @@ def load_model(path: str, device: torch.device) -> tuple[torch.nn.Module, envs.C
         UserError: there is no such model, or it has no chat template, or its attention forgets.
     """
     try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(path)
-        chat = envs.Chat(tokenizer)
+        chat = envs.Chat(transformers.AutoTokenizer.from_pretrained(path))
+        config = transformers.AutoConfig.from_pretrained(path)
+        forgets = {*(getattr(config, "layer_types", None) or [])} - {"full_attention"}
+        if forgets or getattr(config, "sliding_window", None):
+            raise envs.UserError(f"--model {path}: layers of sliding or linear attention are not supported")
         model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="sdpa")
     except (OSError, KeyError, ValueError) as error:
         raise envs.UserError(f"--model {path}: cannot be loaded ({str(error).splitlines()[0]})") from error
-    forgets = {*(getattr(model.config, "layer_types", None) or [])} - {"full_attention"}
-    if forgets or getattr(model.config, "sliding_window", None):
-        raise envs.UserError(f"--model {path}: layers of sliding or linear attention are not supported")
     if chat.rewrites_history:
         print("The chat template would write earlier turns otherwise; the policy sees them as they were.", flush=True)
     return model.to(device).eval(), chat  # eval: dropout would make the first ratio differ from 1

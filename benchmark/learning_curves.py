@@ -1,6 +1,7 @@
 """Does the agent get better? The README's main job and its TextWorld siblings; every run is reported.
 
     python benchmark/learning_curves.py             runs what the CSV does not hold yet, then draws
+    python benchmark/learning_curves.py --jobs 2    the same, two runs at a time, each with half of the cores
     python benchmark/learning_curves.py --draw-only
 
 RLOO runs with seeds 1, 2, 3 in every setting; GRPO and PPO with as many episodes, seeds 1, 2, 3 on TextWorld and seed 1
@@ -15,7 +16,9 @@ import os
 import shlex
 import subprocess
 import sys
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import matplotlib
@@ -39,13 +42,18 @@ RUNS += [(name, setting, seed) for seed in (2, 3) for setting in list(SETTINGS)[
 FIELDS = "algorithm setting seed iteration episodes turns success games seconds commit cores command".split()
 
 
-def measure(algorithm: str, setting: str, seed: int) -> list[dict]:
-    """Runs one command to its end and reads its evaluations back."""
+def measure(algorithm: str, setting: str, seed: int, cores: int) -> list[dict]:
+    """Runs one command to its end, in a folder of its own, and reads its evaluations back."""
     command = f"{algorithm}_multiturn.py {SETTINGS[setting]} --seed {seed}"
-    before, start = set((ROOT / "runs").glob("*")), time.time()
-    subprocess.run([sys.executable, *shlex.split(command)], cwd=ROOT, check=True)
+    folder = ROOT / "runs" / "learning_curves" / f"{time.time():.0f}_{algorithm}_{seed}_{list(SETTINGS).index(setting)}"
+    folder.mkdir(parents=True)
+    environ, start = os.environ | {"OMP_NUM_THREADS": str(cores)}, time.time()
+    with (folder / "output.txt").open("w") as output:
+        script, *arguments = shlex.split(command)
+        command_line = [sys.executable, str(ROOT / script), *arguments]
+        subprocess.run(command_line, cwd=folder, env=environ, stdout=output, stderr=output, check=True)
     seconds = time.time() - start
-    (run,) = set((ROOT / "runs").glob("*")) - before
+    (run,) = (folder / "runs").iterdir()
     about = json.loads((run / "args.json").read_text())
     args = about["args"]
     # The log is read rather than the printed summary: it has every evaluation, with its number of games.
@@ -67,7 +75,7 @@ def measure(algorithm: str, setting: str, seed: int) -> list[dict]:
             "games": len(won),
             "seconds": round(seconds),
             "commit": about["commit"],
-            "cores": os.cpu_count(),
+            "cores": cores,
             "command": f"python {command}",
         }
         for (iteration, won), step in zip(sorted(wins.items()), steps, strict=True)
@@ -125,17 +133,24 @@ def table(rows: list[dict]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--draw-only", action="store_true", help="draw from the CSV, run nothing")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time; each gets its share of the cores")
     options = parser.parse_args()
-    rows = list(csv.DictReader(CSV.open())) if CSV.exists() else []
-    for algorithm, setting, seed in [] if options.draw_only else RUNS:
-        if seed in curves_of(rows, algorithm, setting):
-            continue
-        rows += measure(algorithm, setting, seed)
-        with CSV.with_suffix(".part").open("w", newline="") as file:
-            writer = csv.DictWriter(file, FIELDS)
-            writer.writeheader()
-            writer.writerows(rows)
-        CSV.with_suffix(".part").rename(CSV)
+    rows, lock = list(csv.DictReader(CSV.open())) if CSV.exists() else [], threading.Lock()
+    left = [run for run in RUNS if run[2] not in curves_of(rows, *run[:2])]
+
+    def measure_and_keep(run: tuple) -> None:
+        measured = measure(*run, cores=max(1, os.cpu_count() // options.jobs))
+        with lock:
+            rows.extend(measured)
+            with CSV.with_suffix(".part").open("w", newline="") as file:
+                writer = csv.DictWriter(file, FIELDS)
+                writer.writeheader()
+                writer.writerows(rows)
+            CSV.with_suffix(".part").rename(CSV)
+
+    if not options.draw_only:
+        with ThreadPoolExecutor(options.jobs) as pool:
+            list(pool.map(measure_and_keep, left))
     draw(rows)
     print(table(rows))
 

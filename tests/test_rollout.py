@@ -211,9 +211,9 @@ def test_model_whose_attention_forgets_is_refused(chat, tmp_path):
     sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
     sizes |= {"num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": len(chat.tokenizer)}
     for window in (16, None):
-        config = MistralConfig(sliding_window=window, **sizes)
-        MistralForCausalLM(config).save_pretrained(tmp_path / str(window))
+        MistralConfig(sliding_window=window, **sizes).save_pretrained(tmp_path / str(window))
         chat.tokenizer.save_pretrained(tmp_path / str(window))
-    with pytest.raises(UserError, match="sliding or linear attention"):
+    MistralForCausalLM(MistralConfig(sliding_window=None, **sizes)).save_pretrained(tmp_path / "None")
+    with pytest.raises(UserError, match="sliding or linear attention"):  # before the weights are looked for
         rloo.load_model(str(tmp_path / "16"), torch.device("cpu"))
     rloo.load_model(str(tmp_path / "None"), torch.device("cpu"))

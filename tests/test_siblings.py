@@ -85,6 +85,33 @@ def test_shared_functions_are_the_same_text(sibling):
         assert ours == theirs
 
 
+LINK = re.compile(r'\((\w+_multiturn\.py)#L\d+-L\d+ "(\w+)"\)')  # the link's title names the region
+LINKING = [ROOT / "README.md"]
+
+
+def with_line_links(text):
+    """The text with its links to regions pointing at the lines where those regions stand now."""
+
+    def renewed(match):
+        lines = (ROOT / match[1]).read_text().splitlines()
+        first = next(i for i, line in enumerate(lines) if (m := OPEN.match(line)) and m[1] == match[2])
+        last = next(i for i in range(first, len(lines)) if CLOSE.match(lines[i]))
+        return f'({match[1]}#L{first + 1}-L{last + 1} "{match[2]}")'
+
+    return LINK.sub(renewed, text)
+
+
+@pytest.mark.parametrize("path", LINKING, ids=lambda path: path.name)
+def test_links_lead_to_the_lines_of_their_regions(path):
+    """To renew them: python -m tests.test_siblings"""
+    text = path.read_text()
+    linked = {match[:2] for match in LINK.findall(text)}
+    assert linked >= {(name, region) for name in REGION_LINES for region in ("advantage", "loss")}
+    assert text == with_line_links(text)
+
+
 if __name__ == "__main__":
     for sibling in SIBLINGS:
         (ROOT / "docs" / diff_name(sibling)).write_text(unified(sibling))
+    for path in LINKING:
+        path.write_text(with_line_links(path.read_text()))

@@ -85,7 +85,7 @@ class Args:
     """Tasks in a batch."""
     group_size: int = 8
     """Episodes on each task, G."""
-    learning_rate: float = 2e-4
+    learning_rate: float = 3e-4
     """AdamW's learning rate."""
     anneal_lr: bool = True
     """Lower the learning rates linearly, so that they would reach 0 after the last iteration."""

@@ -413,9 +413,8 @@ def compute_loss(batch: dict, args) -> tuple[torch.Tensor, dict]:
     # Biased: each episode is divided by its own length, (B,). A constant is not, and only scales. Eq. (5)
     divisor = mask.sum(1).clamp(min=1) if args.length_norm == "episode" else args.max_turns * args.max_action_tokens
     loss = -(objective.sum(1) / divisor).sum() / batch["num_episodes"]
-    off = ((ratio - 1).abs() > args.clip_coef) & mask  # (B, T)
-    sums = {"policy_loss": loss, "approx_kl": (ratio - 1 - log_ratio).sum(), "clipfrac": off.sum()}
-    return loss, {name: value.detach() for name, value in sums.items()}
+    sums = dict(policy_loss=loss, ratio=ratio * mask, approx_kl=ratio - 1 - log_ratio, clipfrac=clipped != ratio)
+    return loss, {name: value.detach().sum() for name, value in sums.items()}
     # <<< ESTIMATOR
 
 
@@ -561,7 +560,8 @@ def main(args: Args) -> None:
         if reference:
             metrics["losses/kl"] = (batch["logprobs"] - batch["ref_logprobs"])[response_mask].mean()
         # >>> ESTIMATOR: metrics
-        metrics |= {f"losses/{x}": sums[x] / (num_tokens * args.update_epochs) for x in ("approx_kl", "clipfrac")}
+        for name in ("ratio", "approx_kl", "clipfrac"):
+            metrics[f"losses/{name}"] = sums[name] / (num_tokens * args.update_epochs)
         # <<< ESTIMATOR
         scheduler.step()
         for name, value in metrics.items():

@@ -438,10 +438,9 @@ def compute_loss(batch: dict, args) -> tuple[torch.Tensor, dict]:
     value_loss = 0.5 * error.sum() / N
     # The policy waits until the critic has seen some returns.
     loss = (batch["iteration"] >= args.critic_warmup) * policy_loss + args.vf_coef * value_loss
-    off = ((ratio - 1).abs() > args.clip_coef) & mask  # (B, T)
     sums = {"policy_loss": policy_loss, "value_loss": value_loss}
-    sums |= {"approx_kl": (ratio - 1 - log_ratio).sum(), "clipfrac": off.sum()}
-    return loss, {name: value.detach() for name, value in sums.items()}
+    sums |= {"ratio": ratio * mask, "approx_kl": ratio - 1 - log_ratio, "clipfrac": clipped != ratio}
+    return loss, {name: value.detach().sum() for name, value in sums.items()}
     # <<< ESTIMATOR
 
 
@@ -595,7 +594,7 @@ def main(args: Args) -> None:
         if reference:
             metrics["losses/kl"] = (batch["logprobs"] - batch["ref_logprobs"])[response_mask].mean()
         # >>> ESTIMATOR: metrics
-        for name in ("approx_kl", "clipfrac"):
+        for name in ("ratio", "approx_kl", "clipfrac"):
             metrics[f"losses/{name}"] = sums[name] / (num_tokens * args.update_epochs)
         metrics["losses/value_loss"] = sums["value_loss"] / num_steps
         returns, residual = batch["returns"][response_mask], (batch["returns"] - batch["values"])[response_mask]

@@ -87,6 +87,8 @@ def test_clipped_ratio_and_k3():
     up, sums = loss_of(0.5, [2], [1.0])
     down, _ = loss_of(0.5, [2], [-1.0])
     assert up.item() == pytest.approx(-1.2) and sums["clipfrac"] == 2
+    assert sums["ratio"].item() == pytest.approx(2 * math.exp(0.5))
+    assert sums["approx_kl"].item() == pytest.approx(2 * (math.exp(0.5) - 1 - 0.5))
     assert down.item() == pytest.approx(math.exp(0.5))
     with_kl, _ = loss_of(0.0, [2], [0.0], ref=0.3, kl_coef=2.0)
     assert with_kl.item() == pytest.approx(2.0 * (math.exp(0.3) - 0.3 - 1), rel=1e-6)

@@ -121,8 +121,8 @@ def test_run_says_what_is_played_how_it_goes_and_where_things_lie(rl_runs):
 
 
 EXTRA_TAGS = {
-    "grpo_multiturn.py": {"losses/approx_kl", "losses/clipfrac"},
-    "ppo_multiturn.py": {"losses/approx_kl", "losses/clipfrac", "losses/value_loss", "losses/explained_variance"},
+    "grpo_multiturn.py": (ratio_tags := {"losses/ratio", "losses/approx_kl", "losses/clipfrac"}),
+    "ppo_multiturn.py": ratio_tags | {"losses/value_loss", "losses/explained_variance"},
 }
 
 

@@ -13,14 +13,19 @@ softmax at `--temperature`; V is a value head on its own copy of the model. We d
     (6)  L       = 1/N sum_t -min(rho_t A_t, clip(rho_t, 1 - c, 1 + c) A_t)
                  + vf_coef / 2N sum_t max((V - returns)^2, (clip(V, V_old - c, V_old + c) - returns)^2)
 
-What is biased, each marked below: lambda < 1 with a critic that errs; whitening; the batch's own number of tokens N as
-a divisor; the clip; and each step after the first is off-policy.
+pi_old and V_old are policy and critic before the update, pi_ref is the policy that the run began with; N counts the
+step's action tokens; A = 0 after the last token, as V; beta, lambda, c: --kl-coef, --gae-lambda, --clip-coef; eps 1e-8.
 
-Papers: PPO, Schulman et al. 2017, arXiv 1707.06347; GAE, Schulman et al. 2015, arXiv 1506.02438; the setting, Wang &
-Ammanabrolu 2025, arXiv 2510.01132. Shapes: B episodes, G group size, K turns, T padded tokens, V vocabulary.
+What is biased, each marked below: lambda < 1 with a critic that errs; whitening; the step's own number of tokens N as a
+divisor; the clip; and each step after the first is off-policy.
+
+Papers: PPO, Schulman et al. 2017, arXiv 1707.06347; GAE (generalised advantage estimation, (2) and (3)), Schulman et
+al. 2015, arXiv 1506.02438; the setting, Wang & Ammanabrolu 2025, arXiv 2510.01132. Shapes: B episodes, G group size, K
+turns, T padded tokens, N action tokens; in shapes, V is the vocabulary.
 
     python ppo_multiturn.py --env alfworld --dense-reward
-    python ppo_multiturn.py --env textworld --task w2-o3-q4 --model Qwen/Qwen2.5-1.5B-Instruct --learning-rate 1e-6
+    python ppo_multiturn.py --env textworld --task w2-o3-q4 --model Qwen/Qwen2.5-1.5B-Instruct --learning-rate 1e-6 \
+        --critic-learning-rate 1e-5
 """
 
 import copy
@@ -92,7 +97,7 @@ class Args:
     anneal_lr: bool = True
     """Lower the learning rates linearly, so that they would reach 0 after the last iteration."""
     kl_coef: float = 0.001
-    """Weight beta of the KL divergence from the initial policy, in reward per nat; 0 leaves it out."""
+    """Weight beta of the KL divergence from the initial policy, in units of the advantage per nat; 0 leaves it out."""
     max_grad_norm: float = 1.0
     """Gradient norm above which the gradient is scaled down, after the estimator; 0 never does."""
     tokens_per_microbatch: int = 8192
@@ -123,7 +128,7 @@ class Args:
     vf_coef: float = 1.0
     """Weight of the value loss."""
     critic_learning_rate: float = 1e-3
-    """AdamW's learning rate of the critic."""
+    """AdamW's learning rate of the critic; the default suits the embedded model, 1e-5 one of 1.5 B parameters."""
     critic_warmup: int = 2
     """First iterations in which the critic alone is trained."""
     # <<< ESTIMATOR
@@ -380,14 +385,14 @@ def rollout(model, chat, vec, tasks, args, temperature, generator) -> tuple[dict
 
 
 def compute_advantages(batch: dict, args) -> dict:
-    """Advantages of the action tokens, from the rewards and the log-probabilities of a batch; equations (2)-(4).
+    """Advantages of the action tokens, from the rewards and log-probabilities of a batch, by the equations at the top.
 
     Args:
         batch: rewards (B, K), turn_ids and response_mask (B, T), logprobs and ref_logprobs (B, T) in nats under the
             current and the reference policy, valid (B,). Groups are G consecutive rows.
 
     Returns:
-        advantages (B, T) float32, in units of reward; 0 outside response_mask.
+        advantages (B, T) float32, 0 outside response_mask; with a critic also its targets, returns (B, T).
     """
     rewards, turn_ids, response_mask = batch["rewards"], batch["turn_ids"], batch["response_mask"]
     K = rewards.shape[1]
@@ -419,7 +424,7 @@ def compute_advantages(batch: dict, args) -> dict:
 
 
 def compute_loss(batch: dict, args) -> tuple[torch.Tensor, dict]:
-    """Loss of a micro-batch, such that the losses of all micro-batches of a step add up to the whole one; equation (5).
+    """Loss of a micro-batch, such that the losses of all micro-batches of a step add up to the whole one.
 
     The batch has new_logprobs (B, T) with gradient, advantages and response_mask (B, T); num_episodes and num_tokens,
     the whole step's counts of valid episodes and of action tokens. Returns the loss, and sums for the metrics.
@@ -433,11 +438,14 @@ def compute_loss(batch: dict, args) -> tuple[torch.Tensor, dict]:
     # Biased: N, the step's own number of action tokens, depends on the actions. Eq. (6)
     policy_loss = -(torch.minimum(ratio * advantages, clipped * advantages) * mask).sum() / N
     new_values, values, returns = batch["new_values"], batch["values"], batch["returns"]
+    # A value gains nothing from moving further than clip_coef from the old one in one iteration. Eq. (6)
     near = values + (new_values - values).clamp(-args.clip_coef, args.clip_coef)  # (B, T)
     error = torch.maximum((new_values - returns) ** 2, (near - returns) ** 2) * mask  # (B, T)
     value_loss = 0.5 * error.sum() / N
-    # The policy waits until the critic has seen some returns.
-    loss = (batch["iteration"] >= args.critic_warmup) * policy_loss + args.vf_coef * value_loss
+    loss = args.vf_coef * value_loss
+    # The policy waits until the critic has seen some returns: without a gradient, for zeros would age AdamW's averages.
+    if batch["iteration"] >= args.critic_warmup:
+        loss = loss + policy_loss
     sums = {"policy_loss": policy_loss, "value_loss": value_loss}
     sums |= {"ratio": ratio * mask, "approx_kl": ratio - 1 - log_ratio, "clipfrac": clipped != ratio}
     return loss, {name: value.detach().sum() for name, value in sums.items()}
@@ -478,10 +486,10 @@ def main(args: Args) -> None:
     reference = copy.deepcopy(model).requires_grad_(False) if args.kl_coef else None
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate, weight_decay=0.0)
     # >>> ESTIMATOR: critic
-    # A value head on a copy of the policy's backbone. It starts at V = 0.
-    critic = transformers.AutoModelForTokenClassification.from_pretrained(args.model, num_labels=1, dtype=torch.float32)
-    critic = critic.to(device).eval()
-    for parameter in critic.score.parameters():
+    # A copy of the policy with one output, the value, in place of the vocabulary's. It starts at V = 0.
+    critic = copy.deepcopy(model)
+    critic.set_output_embeddings(torch.nn.Linear(model.config.hidden_size, 1, device=device))
+    for parameter in critic.get_output_embeddings().parameters():
         torch.nn.init.zeros_(parameter)
     optimizer.add_param_group({"params": critic.parameters(), "lr": args.critic_learning_rate})
     # <<< ESTIMATOR
@@ -598,7 +606,7 @@ def main(args: Args) -> None:
             metrics[f"losses/{name}"] = sums[name] / (num_tokens * args.update_epochs)
         metrics["losses/value_loss"] = sums["value_loss"] / num_steps
         returns, residual = batch["returns"][response_mask], (batch["returns"] - batch["values"])[response_mask]
-        if returns.var() > 0:
+        if returns.var() > 1e-4:  # otherwise there is nothing to explain but the KL penalty
             metrics["losses/explained_variance"] = 1 - residual.var() / returns.var()
         # <<< ESTIMATOR
         scheduler.step()

@@ -90,7 +90,7 @@ class Args:
     anneal_lr: bool = True
     """Lower the learning rates linearly, so that they would reach 0 after the last iteration."""
     kl_coef: float = 0.001
-    """Weight beta of the KL divergence from the initial policy, in reward per nat; 0 leaves it out."""
+    """Weight beta of the KL divergence from the initial policy, in units of the advantage per nat; 0 leaves it out."""
     max_grad_norm: float = 1.0
     """Gradient norm above which the gradient is scaled down, after the estimator; 0 never does."""
     tokens_per_microbatch: int = 8192
@@ -357,14 +357,14 @@ def rollout(model, chat, vec, tasks, args, temperature, generator) -> tuple[dict
 
 
 def compute_advantages(batch: dict, args) -> dict:
-    """Advantages of the action tokens, from the rewards and the log-probabilities of a batch; equations (2)-(4).
+    """Advantages of the action tokens, from the rewards and log-probabilities of a batch, by the equations at the top.
 
     Args:
         batch: rewards (B, K), turn_ids and response_mask (B, T), logprobs and ref_logprobs (B, T) in nats under the
             current and the reference policy, valid (B,). Groups are G consecutive rows.
 
     Returns:
-        advantages (B, T) float32, in units of reward; 0 outside response_mask.
+        advantages (B, T) float32, 0 outside response_mask; with a critic also its targets, returns (B, T).
     """
     rewards, turn_ids, response_mask = batch["rewards"], batch["turn_ids"], batch["response_mask"]
     K = rewards.shape[1]
@@ -390,7 +390,7 @@ def compute_advantages(batch: dict, args) -> dict:
 
 
 def compute_loss(batch: dict, args) -> tuple[torch.Tensor, dict]:
-    """Loss of a micro-batch, such that the losses of all micro-batches of a step add up to the whole one; equation (5).
+    """Loss of a micro-batch, such that the losses of all micro-batches of a step add up to the whole one.
 
     The batch has new_logprobs (B, T) with gradient, advantages and response_mask (B, T); num_episodes and num_tokens,
     the whole step's counts of valid episodes and of action tokens. Returns the loss, and sums for the metrics.

@@ -7,6 +7,8 @@ Writes estimators.csv and estimators.png beside this file. For an estimate g of 
     factor   <E[g], grad J> / |grad J|^2: a factor alone is no bias, the learning rate takes it up
     angle    between E[g] and grad J, in degrees: the bias that remains
     noise    sqrt(trace Cov[g]) / |E[g]|, of one group of G = 4 episodes
+
+The last row is PPO's on a batch of 64 episodes, whose whitening and token mean are the batch's; it is sampled.
 """
 
 import csv
@@ -50,8 +52,43 @@ def list_estimators(dense: bool) -> list[tuple]:
         ("PPO, lambda 0.9, true critic", ppo, PPO | {"gae_lambda": 0.9}, tabular.ppo_estimate(true)),
         ("PPO, whitening alone", ppo, PPO | {"whiten_advantages": True}, tabular.ppo_estimate(true)),
         ("PPO, token mean alone", ppo, PPO, tabular.ppo_estimate(true, token_mean=True)),
-        ("PPO, as published", ppo, PPO | {"whiten_advantages": True}, tabular.ppo_estimate(true, token_mean=True)),
+        (
+            "PPO, whitening and token mean",
+            ppo,
+            PPO | {"whiten_advantages": True},
+            tabular.ppo_estimate(true, token_mean=True),
+        ),
     ]
+
+
+def large_batch(dense: bool, groups: int = 8, size: int = 8, batches: int = 200_000) -> tuple[torch.Tensor, float]:
+    """E[g] and trace Cov[g] of PPO, whitening and token mean, from sampled batches of `groups` tasks x `size` episodes.
+
+    There are 14 kinds of episodes, so a batch is how often each occurs, and g is a weighted sum of gradients per kind.
+    """
+    r, kinds = tabular.rewards(dense), len(tabular.EPISODES)
+    theta = LOGITS.clone().requires_grad_()
+    batch = tabular.make_batch(list(range(kinds)), theta, REFERENCE, r)
+    mask, log_pi = batch["response_mask"].double(), batch["new_logprobs"]
+    true = tabular.true_values(LOGITS, REFERENCE, r, 0.0)
+    batch["values"] = torch.where(batch["response_mask"], true[batch["context"].clamp(min=0)], 0.0)
+    A = ppo.compute_advantages(batch, tabular.make_args(dense_reward=dense, **PPO))["advantages"]  # (14, T)
+    grad = lambda loss: torch.autograd.grad(loss, theta, retain_graph=True)[0].flatten()  # noqa: E731
+    weighted, plain = (torch.stack([grad(x) for x in (w * log_pi).sum(1)]) for w in (A, mask))  # (14, parameters)
+    starts = torch.tensor([episode["start"] for episode in tabular.EPISODES])
+    probabilities = tabular.episode_probabilities(LOGITS)  # (14,), given the start
+    torch.manual_seed(0)
+    counts = torch.zeros(batches, kinds, dtype=torch.float64)
+    for _ in range(groups):
+        start = (torch.rand(batches) < tabular.STARTS[1]).long()
+        for s in (0, 1):
+            here = torch.distributions.Multinomial(size, probabilities * (starts == s))
+            counts[start == s] += here.sample((int((start == s).sum()),))
+    N = (counts @ mask.sum(1))[:, None]  # (batches, 1) action tokens
+    mean = (counts @ (A * mask).sum(1))[:, None] / N
+    std = ((counts @ (A * A * mask).sum(1))[:, None] - N * mean**2).clamp(min=0).div(N - 1).sqrt() + 1e-8
+    g = (counts @ weighted - mean * (counts @ plain)) / std / N * 3  # (batches, parameters); 3 as in `ppo_estimate`
+    return g.mean(0).view_as(LOGITS), float(g.var(0).sum())
 
 
 def main() -> None:
@@ -59,9 +96,12 @@ def main() -> None:
     for dense in (False, True):
         r = tabular.rewards(dense)
         exact = tabular.exact_gradient(LOGITS, REFERENCE, r, 0.0)
+        moments = {}
         for name, module, changes, estimate in list_estimators(dense):
             args = tabular.make_args(group_size=4, dense_reward=dense, **changes)
-            mean, variance = tabular.expected_gradient(module, LOGITS, REFERENCE, r, args, estimate, moments=True)
+            moments[name] = tabular.expected_gradient(module, LOGITS, REFERENCE, r, args, estimate, moments=True)
+        moments["PPO, the same, 8 groups of 8"] = large_batch(dense)
+        for name, (mean, variance) in moments.items():
             cosine = min(1.0, tabular.cosine(mean, exact))
             row = {"reward": "dense" if dense else "sparse", "estimator": name}
             row |= {"factor": f"{float((mean * exact).sum() / (exact**2).sum()):.3f}"}

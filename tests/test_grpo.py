@@ -55,6 +55,10 @@ def test_group_without_variance_gives_exactly_no_gradient():
     for dense in (False, True):
         advantages, _ = advantages_of([[1.0], [1.0], [1.0]], [[1], [2], [3]], make_args(dense_reward=dense))
         assert (advantages == 0).all()
+    for value in (0.1, 1 / 3, 0.7):  # in float32 their mean is not quite the value
+        batch = make_batch([[value] * 3] * 8, [[1, 2, 1]] * 8)
+        batch |= {"rewards": batch["rewards"].float()}
+        assert (grpo.compute_advantages(batch, make_args(dense_reward=True, group_size=8))["advantages"] == 0).all()
 
 
 def test_infrastructure_error_leaves_mean_and_standard_deviation():

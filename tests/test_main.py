@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from transformers import AutoModelForCausalLM
 
 import grpo_multiturn as grpo
 import ppo_multiturn as ppo
@@ -76,6 +77,33 @@ def test_gradient_that_is_not_finite_stops_the_run_before_the_step(run_main, ste
     with pytest.raises(RuntimeError, match="non-finite"):
         run_main(module)
     assert steps == [] and not list(tmp_path.glob("runs/*/iteration_*"))
+
+
+def test_critic_starts_at_zero_and_learns_while_the_policy_waits(run_main, monkeypatch):
+    compute_loss, values = ppo.compute_loss, {}
+
+    def record(batch, args):
+        values.setdefault(batch["iteration"], []).append(batch["values"].abs().max().item())
+        return compute_loss(batch, args)
+
+    monkeypatch.setattr(ppo, "compute_loss", record)
+    rollout = ppo.rollout
+
+    def rewarded(*args):
+        batch, episodes = rollout(*args)
+        return batch | {"rewards": batch["rewards"] + 1}, episodes
+
+    monkeypatch.setattr(ppo, "rollout", rewarded)
+    folder = run_main(ppo, critic_warmup=2, num_iterations=3, save_freq=1)
+    assert max(values[0]) == 0 and min(values[1]) > 0.01 and min(values[2]) > 0.01
+    losses = scalar(folder, "losses/value_loss")
+    assert losses[0] > losses[1] > losses[2]
+    start, waited, moved = (
+        AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).state_dict()
+        for path in (ppo.Args().model, folder / "iteration_000002", folder / "iteration_000003")
+    )
+    assert all(torch.equal(start[name], waited[name]) for name in start)
+    assert any(not torch.equal(start[name], moved[name]) for name in start)
 
 
 @pytest.mark.parametrize("module", SIBLINGS)

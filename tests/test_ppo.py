@@ -66,7 +66,7 @@ def test_observation_tokens_change_no_advantage(gae_lambda):
     for name in ("turn_ids", "response_mask", "values", "logprobs", "ref_logprobs"):
         columns = []
         for t in range(batch[name].shape[1]):
-            junk = torch.zeros_like(batch[name][:, :1])
+            junk = torch.full_like(batch[name][:, :1], 7 if name in ("values", "logprobs") else 0)
             columns += [junk] * (t % 4) + [batch[name][:, t : t + 1]]
         wide[name] = torch.cat(columns, 1)
     after = ppo.compute_advantages(wide, args)["advantages"][wide["response_mask"]]

@@ -6,7 +6,7 @@ Writes estimators.csv and estimators.png beside this file. For an estimate g of 
 
     factor   <E[g], grad J> / |grad J|^2: a factor alone is no bias, the learning rate takes it up
     angle    between E[g] and grad J, in degrees: the bias that remains
-    noise    sqrt(trace Cov[g]) / |E[g]|, of one group of G = 4 episodes
+    noise    sqrt(trace Cov[g]) / |E[g]|, of one batch: one group of G = 4 episodes
 
 The last row is PPO's on a batch of 64 episodes, whose whitening and token mean are the batch's; it is sampled.
 """
@@ -119,7 +119,7 @@ def draw(rows: list[dict]) -> None:
     """Angle and noise of each estimator, sparse and dense side by side."""
     names = [row["estimator"] for row in rows if row["reward"] == "sparse"]
     fig, axes = plt.subplots(1, 2, figsize=(10, 4.2), sharey=True)
-    for ax, quantity, label in zip(axes, ("angle", "noise"), ("bias: degrees off", "noise of one group"), strict=True):
+    for ax, quantity, label in zip(axes, ("angle", "noise"), ("bias: degrees off", "noise of one batch"), strict=True):
         for shift, reward, color in ((0.2, "sparse", "#12507b"), (-0.2, "dense", "#d08a2e")):
             values = [float(row[quantity]) for row in rows if row["reward"] == reward]
             ax.barh([i + shift for i in range(len(names))], values, 0.38, color=color, label=reward)

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 import grpo_multiturn as grpo
 import ppo_multiturn as ppo
@@ -104,6 +104,15 @@ def test_critic_starts_at_zero_and_learns_while_the_policy_waits(run_main, monke
     )
     assert all(torch.equal(start[name], waited[name]) for name in start)
     assert any(not torch.equal(start[name], moved[name]) for name in start)
+
+
+def test_critic_is_made_of_any_causal_model(run_main, tokenizer, tmp_path):
+    """GPT-2: learned positions, a tied head, and no class for token classification with a `score`."""
+    config = GPT2Config(vocab_size=len(tokenizer), n_positions=1024, n_embd=32, n_layer=1, n_head=2)
+    GPT2LMHeadModel(config).save_pretrained(tmp_path / "gpt2")
+    tokenizer.save_pretrained(tmp_path / "gpt2")
+    folder = run_main(ppo, model=str(tmp_path / "gpt2"), critic_warmup=0, max_turns=2, dense_reward=True)
+    assert scalar(folder, "losses/value_loss")[0] >= 0
 
 
 @pytest.mark.parametrize("module", SIBLINGS)

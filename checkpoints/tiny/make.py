@@ -285,7 +285,8 @@ python checkpoints/tiny/make.py --measure-only
 
 The committed weights were made in two sittings: the first stage in 1283 s on two CPU cores, the second and the third in
 12 minutes on two others, with `--pretrained`. On these, which have no bfloat16 instructions, each of Muon's steps
-took 2.5 s, so that the first stage would take far longer there. Playing the demonstrations took 20 minutes.
+took 2.5 s, so that the first stage would take far longer there. Playing the first stage's
+demonstrations took 16 minutes.
 
 First stage: winning demonstrations by the engines' experts (in ALFWorld, one that searches as a newcomer has to) on the
 `demos` seeds:

@@ -17,7 +17,6 @@ def make_args(**changes):
 
 def advantages_of(rewards, lengths, args, valid=None):
     batch = make_batch(rewards, lengths, valid=valid)
-    batch["num_turns"] = torch.tensor([len(turns) for turns in lengths])
     return grpo.compute_advantages(batch, args)["advantages"], batch
 
 

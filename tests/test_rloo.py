@@ -27,6 +27,7 @@ def make_batch(rewards, lengths, valid=None, logprobs=None, ref_logprobs=None):
         "rewards": rewards,
         "turn_ids": turn_ids,
         "response_mask": mask,
+        "num_turns": torch.tensor([len(turns) for turns in lengths]),
         "valid": torch.tensor(valid or [True] * len(rows)),
         "logprobs": zeros if logprobs is None else logprobs,
         "ref_logprobs": zeros if ref_logprobs is None else ref_logprobs,

@@ -9,15 +9,11 @@ The engines (which games there are, how to play them) live in `tasks/`. To add a
 """
 
 import importlib
-import json
 import os
 import random
 import subprocess
 import sys
-import time
 from collections import deque
-from dataclasses import asdict
-from importlib.metadata import version
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 
@@ -61,20 +57,6 @@ def check(args, names: str, at_least: float = float("-inf"), above: float = floa
         if not (value >= at_least and value > above):
             rule = f"at least {at_least}" if above == float("-inf") else f"above {above}"
             raise UserError(f"--{name.replace('_', '-')} {value}: must be {rule}")
-
-
-def new_run(args) -> Path:
-    """A new folder `runs/{env}__{exp_name}__{seed}__{unix time}` with `args.json`: arguments, git commit, versions."""
-    run = Path("runs") / f"{args.env}__{args.exp_name}__{args.seed}__{int(time.time())}"
-    try:
-        run.mkdir(parents=True)
-    except OSError as error:
-        raise UserError(f"cannot make the run's folder {run}: {error.strerror}") from error
-    git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True)
-    versions = {name: version(name) for name in ("torch", "transformers", "textworld", "alfworld", "numpy")}
-    about = {"args": asdict(args), "commit": git.stdout.strip() or None, "versions": versions}
-    (run / "args.json").write_text(json.dumps(about, indent=2))
-    return run
 
 
 class TaskSampler:

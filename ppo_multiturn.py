@@ -29,12 +29,12 @@ turns, T padded tokens, N action tokens; in shapes, V is the vocabulary.
 """
 
 import copy
-import json
 import os
 import sys
 import time
 from collections import defaultdict
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -43,10 +43,10 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch: lets the en
 import torch
 import transformers
 import tyro
-from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
 import envs
+import launch
 
 
 @dataclass
@@ -83,7 +83,7 @@ class Args:
     temperature: float = 0.7
     """Softmax temperature of the policy, in sampling and in the loss alike."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Precision of the matrix products (weights stay float32); auto takes bfloat16 on GPUs and float32 on CPUs."""
+    """Precision of the computation (the trained weights stay float32); auto takes bfloat16 on GPUs."""
 
     # optimisation
     num_iterations: int = 20
@@ -152,8 +152,8 @@ class Args:
         # <<< ESTIMATOR
 
 
-def load_model(path: str, device: torch.device) -> tuple[torch.nn.Module, envs.Chat]:
-    """A causal language model in float32, without dropout, and its chat layout.
+def load_model(path: str) -> tuple[torch.nn.Module, envs.Chat]:
+    """A causal language model in float32 on the CPU, without dropout, and its chat layout.
 
     Raises:
         UserError: there is no such model, or it has no chat template, or its attention forgets.
@@ -169,7 +169,7 @@ def load_model(path: str, device: torch.device) -> tuple[torch.nn.Module, envs.C
         raise envs.UserError(f"--model {path}: cannot be loaded ({str(error).splitlines()[0]})") from error
     if chat.rewrites_history:
         print("The chat template would write earlier turns otherwise; the policy sees them as they were.", flush=True)
-    return model.to(device).eval(), chat  # eval: dropout would make the first ratio differ from 1
+    return model.eval(), chat  # eval: dropout would make the first ratio differ from 1
 
 
 def token_logprobs(model, input_ids, response_mask, args) -> tuple[torch.Tensor, torch.Tensor]:
@@ -189,8 +189,7 @@ def token_logprobs(model, input_ids, response_mask, args) -> tuple[torch.Tensor,
     hook = model.get_output_embeddings().register_forward_pre_hook(lambda _, inputs: (inputs[0][predicts],))
     try:
         positions = torch.arange(input_ids.shape[1], device=input_ids.device)[None]  # (1, T)
-        with torch.autocast(input_ids.device.type, torch.bfloat16, enabled=args.dtype == "bfloat16"):
-            logits = model(input_ids, position_ids=positions, use_cache=False).logits  # (N, V), N action tokens
+        logits = model(input_ids, position_ids=positions, use_cache=False).logits  # (N, V), N action tokens
     finally:
         hook.remove()
     all_logprobs = torch.log_softmax(logits.float() / args.temperature, dim=-1)  # (N, V)
@@ -204,8 +203,7 @@ def token_logprobs(model, input_ids, response_mask, args) -> tuple[torch.Tensor,
 def token_values(critic, input_ids, response_mask, args) -> torch.Tensor:
     """Value of the history before each action token, (B, T) float32 in units of reward; 0 outside response_mask."""
     positions = torch.arange(input_ids.shape[1], device=input_ids.device)[None]  # (1, T)
-    with torch.autocast(input_ids.device.type, torch.bfloat16, enabled=args.dtype == "bfloat16"):
-        outputs = critic(input_ids, position_ids=positions, use_cache=False).logits.squeeze(-1).float()  # (B, T)
+    outputs = critic(input_ids, position_ids=positions, use_cache=False).logits.squeeze(-1).float()  # (B, T)
     # The output at t - 1 has read the history before token t. Column 0 is no action token, so nothing wraps around.
     return outputs.roll(1, dims=1) * response_mask
 
@@ -216,10 +214,13 @@ def token_values(critic, input_ids, response_mask, args) -> torch.Tensor:
 def microbatches(batch: dict, rows: torch.Tensor, args):
     """Splits rows of the batch by length into pieces of at most `tokens_per_microbatch` padded tokens.
 
-    Yields dicts of the batch's (B, T) and (B,) tensors, cut to the piece's rows and to its longest row.
+    Yields dicts of the batch's (B, T) and (B,) tensors, cut to the piece's rows and to its longest row. Without rows,
+    one token that is no action: other processes, which have rows, wait for a backward pass of this one.
     """
     lengths = batch["attention_mask"].sum(1)  # (B,)
     rows = rows[lengths[rows].argsort(descending=True, stable=True)]
+    if not len(rows):
+        yield {name: x[:1, :1] if x.dim() == 2 else x[:1] for name, x in batch.items()} | {"rows": rows.new_zeros(1)}
     while len(rows):
         T = int(lengths[rows[0]])
         piece, rows = rows.split([n := min(len(rows), max(1, args.tokens_per_microbatch // T)), len(rows) - n])
@@ -264,7 +265,7 @@ class KVCache(transformers.DynamicCache):
 
 @torch.no_grad()
 def rollout(model, chat, vec, tasks, args, temperature, generator) -> tuple[dict, list[dict]]:
-    """Plays one episode per task with the tempered policy.
+    """Plays one episode per task with the tempered policy; with several processes each its tasks, for all to have.
 
     Token in, token out: the returned ids are the sampled ones, and each turn feeds the model only what is new, the
     last action's final token and the observation; the rest is in the cache.
@@ -276,7 +277,7 @@ def rollout(model, chat, vec, tasks, args, temperature, generator) -> tuple[dict
             error, which empties the row's response_mask).
         episodes: B dicts for people: task, won, progress, the observations, the actions and the rewards.
     """
-    device, B, K = model.device, len(tasks), args.max_turns
+    device, K = model.device, args.max_turns
     started = vec.reset(tasks)
     episodes = [
         {"task_id": task.task_id, "obs": [obs], "actions": [], "rewards": [], "infra_error": info.get("infra_error")}
@@ -292,8 +293,7 @@ def rollout(model, chat, vec, tasks, args, temperature, generator) -> tuple[dict
 
     def forward(block: torch.Tensor, positions: torch.Tensor, length: int) -> torch.Tensor:
         """Reads the tokens `block` (b, q) at `positions` (b, q), all below `length`; the logits after each row."""
-        with torch.autocast(device.type, torch.bfloat16, enabled=args.dtype == "bfloat16"):
-            return model(block, logits_to_keep=1, **cache.inputs(positions, length)).logits[:, -1].float()  # (b, V)
+        return model(block, logits_to_keep=1, **cache.inputs(positions, length)).logits[:, -1].float()  # (b, V)
 
     def feed(blocks: list[list[int]], read: list[int]) -> torch.Tensor:
         """Reads one block of new tokens per row behind the `read` ones; the logits after each, (b, V)."""
@@ -308,7 +308,7 @@ def rollout(model, chat, vec, tasks, args, temperature, generator) -> tuple[dict
     # The episodes of a group begin with the same prompt: it is read once.
     distinct = list(dict.fromkeys(map(tuple, ids)))
     logits = feed(list(map(list, distinct)), [0] * len(distinct))
-    alive = [i for i in range(B) if not episodes[i]["infra_error"]]  # the episodes in the rows of the cache
+    alive = [i for i in range(len(ids)) if not episodes[i]["infra_error"]]  # the episodes in the rows of the cache
     prompt_of = torch.tensor([distinct.index(tuple(ids[i])) for i in alive], dtype=torch.long, device=device)
     cache.select(prompt_of)
     logits = logits[prompt_of]  # (b, V), b episodes alive
@@ -366,6 +366,7 @@ def rollout(model, chat, vec, tasks, args, temperature, generator) -> tuple[dict
             break
         logits = feed(blocks, [len(ids[i]) - len(block) for i, block in zip(alive, blocks, strict=True)])
 
+    ids, masks, turn_ids, logprobs, episodes = map(launch.gather, (ids, masks, turn_ids, logprobs, episodes))
     masks = [[x and not e["infra_error"] for x in mask] for mask, e in zip(masks, episodes, strict=True)]
     T = max(map(len, ids))
     pad_right = lambda rows, fill: torch.tensor([x + [fill] * (T - len(x)) for x in rows], device=device)  # noqa: E731
@@ -457,7 +458,7 @@ def evaluate(model, chat, vec, tasks, args) -> tuple[dict, list[dict]]:
 
     Returns success_rate with its 95 % Wilson interval (low, high), the mean return and turns; and the episodes.
     """
-    generator = torch.Generator(model.device).manual_seed(args.seed)
+    generator = torch.Generator(model.device).manual_seed(args.seed + 1000 * launch.RANK)
     _, episodes = rollout(model, chat, vec, tasks, args, args.eval_temperature, generator)
     episodes = [episode for episode in episodes if not episode["infra_error"]]
     n, z = max(len(episodes), 1), 1.96
@@ -476,46 +477,47 @@ def evaluate(model, chat, vec, tasks, args) -> tuple[dict, list[dict]]:
 
 def main(args: Args) -> None:
     # 1. Games and model. Whatever is wrong with the arguments shows here, before any work.
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = launch.start(args.dtype)
     transformers.set_seed(args.seed)
-    sampling_rng = torch.Generator(device).manual_seed(args.seed)
+    sampling_rng = torch.Generator(device).manual_seed(args.seed + 1000 * launch.RANK)  # each process has its own
     train_tasks = envs.list_tasks(args.env, args.task, "train", args.alfworld_data)
     eval_tasks = envs.list_tasks(args.env, args.task, args.eval_split, args.alfworld_data)[: args.eval_episodes]
     print(envs.describe(train_tasks, "train"), envs.describe(eval_tasks, args.eval_split), sep="\n", flush=True)
-    model, chat = load_model(args.model, device)
-    reference = copy.deepcopy(model).requires_grad_(False) if args.kl_coef else None
-    optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate, weight_decay=0.0)
+    if (fewest := min(len(eval_tasks), args.num_groups * args.group_size)) < launch.WORLD_SIZE:
+        raise envs.UserError(f"{launch.WORLD_SIZE} processes are too many to share {fewest} episodes")
+    model, chat = load_model(args.model)
+    reference = launch.shard(copy.deepcopy(model).requires_grad_(False), device, args.dtype) if args.kl_coef else None
+    trained = {model: args.learning_rate}
     # >>> ESTIMATOR: critic
     # A copy of the policy with one output, the value, in place of the vocabulary's. It starts at V = 0.
     critic = copy.deepcopy(model)
-    critic.set_output_embeddings(torch.nn.Linear(model.config.hidden_size, 1, device=device))
+    critic.set_output_embeddings(torch.nn.Linear(model.config.hidden_size, 1))
     for parameter in critic.get_output_embeddings().parameters():
         torch.nn.init.zeros_(parameter)
-    optimizer.add_param_group({"params": critic.parameters(), "lr": args.critic_learning_rate})
+    trained[critic] = args.critic_learning_rate
     # <<< ESTIMATOR
+    groups = [{"params": launch.shard(x, device, args.dtype).parameters(), "lr": rate} for x, rate in trained.items()]
+    optimizer = torch.optim.AdamW(groups, weight_decay=0.0)
     scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0 if args.anneal_lr else 1.0, args.num_iterations)
 
     # 2. The run's folder, and the environments.
-    run = envs.new_run(args)
-    writer = SummaryWriter(str(run))
-    episode_log = (run / "episodes.jsonl").open("a")
+    run = launch.Run(args)
     settings = ("env", "max_turns", "dense_reward", "show_admissible")
     vec = envs.VecEnv(args.num_workers, **{name: getattr(args, name) for name in settings})
     task_sampler = envs.TaskSampler(train_tasks, args.seed)
-    tasks = task_sampler.take(args.num_groups, copies=args.group_size)
+    tasks = launch.share(task_sampler.take(args.num_groups, copies=args.group_size))
+    eval_tasks = launch.share(eval_tasks)
     eval_at = {0, args.num_iterations, *range(0, args.num_iterations, args.eval_freq or args.num_iterations)}
     global_step, start_time, evaluations = 0, time.time(), []  # global_step: turns played in training
-    bar = tqdm(total=args.num_iterations, unit="iteration", disable=None, dynamic_ncols=True)
+    bar = tqdm(total=args.num_iterations, unit="iteration", disable=launch.RANK > 0 or None, dynamic_ncols=True)
 
     for iteration in range(args.num_iterations + 1):
         # 3. Evaluate: before the first update, every `eval_freq` iterations, and after the last update.
         if iteration in eval_at:
             scores, episodes = evaluate(model, chat, vec, eval_tasks, args)
             evaluations.append(f"{scores['success_rate']:.0%} [{scores['low']:.0%}, {scores['high']:.0%}]")
-            for name in ("success_rate", "episodic_return", "episodic_length"):
-                writer.add_scalar(f"eval/{name}", scores[name], global_step)
-            for episode in episodes:
-                episode_log.write(json.dumps({"iteration": iteration, "split": args.eval_split, **episode}) + "\n")
+            run.log({f"eval/{name}": value for name, value in scores.items()}, global_step)
+            run.log_episodes(episodes, iteration=iteration, split=args.eval_split, group_size=1)
             tqdm.write(f"iteration {iteration}: {args.eval_split} success {evaluations[-1]} on {len(episodes)} games")
             bar.unpause()  # the time left is that of the training
         if iteration == args.num_iterations:
@@ -524,7 +526,7 @@ def main(args: Args) -> None:
         # 4. Play: the episodes of a group share a task. The next games load while the model updates.
         iteration_start = time.time()
         batch, episodes = rollout(model, chat, vec, tasks, args, args.temperature, sampling_rng)
-        tasks = task_sampler.take(args.num_groups, copies=args.group_size)
+        tasks = launch.share(task_sampler.take(args.num_groups, copies=args.group_size))
         vec.prefetch(eval_tasks if iteration + 1 in eval_at else tasks)
         rollout_time = time.time() - iteration_start
         global_step += int(batch["num_turns"].sum())
@@ -532,33 +534,32 @@ def main(args: Args) -> None:
         rows = valid.nonzero().squeeze(1)
 
         # 5. Score: log-probabilities under the current and the reference policy, by the path that the update takes.
-        batch["sampler_logprobs"], entropy_sum = batch["logprobs"], 0.0
-        batch |= {name: torch.zeros_like(batch["sampler_logprobs"]) for name in ("logprobs", "ref_logprobs")}
+        scored = defaultdict(partial(torch.zeros_like, batch["logprobs"]))  # (B, T) each
         with torch.no_grad():
-            for piece in microbatches(batch, rows, args):
-                T = piece["input_ids"].shape[1]
-                logprobs, entropy = token_logprobs(model, piece["input_ids"], piece["response_mask"], args)
-                batch["logprobs"][piece["rows"], :T] = logprobs
-                entropy_sum += float(entropy.sum())
+            for piece in microbatches(batch, launch.share(rows), args):
+                inputs = piece["input_ids"], piece["response_mask"], args
+                at = piece["rows"], slice(piece["input_ids"].shape[1])
+                scored["logprobs"][at], scored["entropy"][at] = token_logprobs(model, *inputs)
                 if reference:
-                    logprobs, _ = token_logprobs(reference, piece["input_ids"], piece["response_mask"], args)
-                batch["ref_logprobs"][piece["rows"], :T] = logprobs
+                    scored["ref_logprobs"][at], _ = token_logprobs(reference, *inputs)
                 # >>> ESTIMATOR: values
-                if "values" not in batch:
-                    batch["values"] = torch.zeros_like(batch["logprobs"])
-                values = token_values(critic, piece["input_ids"], piece["response_mask"], args)
-                batch["values"][piece["rows"], :T] = values
+                scored["values"][at] = token_values(critic, *inputs)
                 # <<< ESTIMATOR
+        if reference:
+            launch.release(reference)
+        batch["sampler_logprobs"] = batch["logprobs"]
+        batch |= {name: launch.add_up(x) for name, x in scored.items()}  # 0 in the rows that other processes scored
+        batch.setdefault("ref_logprobs", batch["logprobs"])
         batch |= compute_advantages(batch, args)
 
         # 6. Update.
-        sums, num_steps = defaultdict(float), args.update_epochs * args.num_minibatches
+        sums, grad_norms, num_minibatches = defaultdict(float), [], min(args.num_minibatches, len(rows))
         for _ in range(args.update_epochs):
-            for step_rows in rows[torch.randperm(len(rows)).to(device)].tensor_split(args.num_minibatches):
+            for step_rows in rows[torch.randperm(len(rows)).to(device)].tensor_split(num_minibatches):
                 num_tokens = int(response_mask[step_rows].sum())
                 counts = {"num_episodes": len(step_rows), "num_tokens": num_tokens, "iteration": iteration}
                 optimizer.zero_grad()
-                for piece in microbatches(batch, step_rows, args):
+                for piece in launch.synchronised(microbatches(batch, launch.share(step_rows), args), trained):
                     piece["new_logprobs"], _ = token_logprobs(model, piece["input_ids"], piece["response_mask"], args)
                     # >>> ESTIMATOR: values
                     piece["new_values"] = token_values(critic, piece["input_ids"], piece["response_mask"], args)
@@ -571,7 +572,9 @@ def main(args: Args) -> None:
                 for group in optimizer.param_groups[::-1]:  # the policy's is the first, so its norm remains
                     grad_norm = torch.nn.utils.clip_grad_norm_(group["params"], max_norm, error_if_nonfinite=True)
                 optimizer.step()
-                sums["grad_norm"] += float(grad_norm)
+                grad_norms.append(float(grad_norm))
+        everyones = launch.gather([sums])
+        sums = {name: sum(some[name] for some in everyones) for name in sums}
 
         # 7. Log. Means are over the batch's action tokens or its valid episodes; what is not defined is not logged.
         num_tokens, num_valid = int(response_mask.sum()), len(rows)
@@ -591,9 +594,9 @@ def main(args: Args) -> None:
             "charts/SPS": global_step / (time.time() - start_time),
             "charts/rollout_seconds": rollout_time,
             "charts/update_seconds": seconds - rollout_time,
-            "losses/policy_loss": sums["policy_loss"] / num_steps,
-            "losses/entropy": entropy_sum / num_tokens,
-            "losses/grad_norm": sums["grad_norm"] / num_steps,
+            "losses/policy_loss": sums["policy_loss"] / len(grad_norms),
+            "losses/entropy": batch["entropy"][response_mask].mean(),
+            "losses/grad_norm": sum(grad_norms) / len(grad_norms),
             "estimator/advantage_mean": token_advantages.mean(),
             "estimator/advantage_std": token_advantages.std(),
             "estimator/zero_advantage_frac": (spread < 1e-6).float().mean(),  # groups of equal returns
@@ -604,38 +607,31 @@ def main(args: Args) -> None:
         # >>> ESTIMATOR: metrics
         for name in ("ratio", "approx_kl", "clipfrac"):
             metrics[f"losses/{name}"] = sums[name] / (num_tokens * args.update_epochs)
-        metrics["losses/value_loss"] = sums["value_loss"] / num_steps
+        metrics["losses/value_loss"] = sums["value_loss"] / len(grad_norms)
         returns, residual = batch["returns"][response_mask], (batch["returns"] - batch["values"])[response_mask]
         if returns.var() > 1e-4:  # otherwise there is nothing to explain but the KL penalty
             metrics["losses/explained_variance"] = 1 - residual.var() / returns.var()
         # <<< ESTIMATOR
         scheduler.step()
-        for name, value in metrics.items():
-            writer.add_scalar(name, float(value), global_step)
-        for i, episode in enumerate(episodes):
-            record = {"iteration": iteration + 1, "split": "train", "group": i // args.group_size, **episode}
-            episode_log.write(json.dumps(record) + "\n")
-        episode_log.flush()
+        run.log(metrics, global_step)
+        run.log_episodes(episodes, iteration=iteration + 1, split="train", group_size=args.group_size)
         bar.update()
         summary = f"success {metrics['charts/success_rate']:.0%}, return {metrics['charts/episodic_return']:.2f}, "
-        summary += f"{len(tasks) / seconds:.1f} episodes/s"
+        summary += f"{len(episodes) / seconds:.1f} episodes/s"
         bar.set_postfix_str(summary)
         if bar.disable:  # not a terminal
             left = seconds * (args.num_iterations - iteration - 1)
             print(f"iteration {iteration + 1}/{args.num_iterations}: {summary}, {left:.0f} s left", flush=True)
 
-        # 8. Save: an ordinary Hugging Face folder, written aside and renamed, so that a crash leaves no half of one.
+        # 8. Save an ordinary Hugging Face folder.
         if iteration + 1 == args.num_iterations or (args.save_freq and (iteration + 1) % args.save_freq == 0):
-            folder = run / f"iteration_{iteration + 1:06d}"
-            model.save_pretrained(folder.with_suffix(".part"))
-            chat.tokenizer.save_pretrained(folder.with_suffix(".part"))
-            folder.with_suffix(".part").rename(folder)
+            folder = run.save(model, chat.tokenizer, f"iteration_{iteration + 1:06d}")
 
-    for resource in (bar, vec, writer, episode_log):
+    for resource in (bar, vec, run):
         resource.close()
     print(f"\n{args.eval_split} success: {evaluations[0]} -> {evaluations[-1]} after {args.num_iterations} iterations, "
-          f"{time.time() - start_time:.0f} s\nmodel: {folder}\nepisodes: {run / 'episodes.jsonl'}\n"
-          f"curves: tensorboard --logdir {run}")  # fmt: skip
+          f"{time.time() - start_time:.0f} s\nmodel: {folder}\nepisodes: {run.folder / 'episodes.jsonl'}\n"
+          f"curves: tensorboard --logdir {run.folder}")  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ and evaluation are `rloo_multiturn.py`'s, so that the success rates before and a
     python rloo_multiturn.py --env alfworld --model runs/<this run>/sft
 """
 
-import json
 import random
 import sys
 from dataclasses import dataclass
@@ -25,10 +24,10 @@ from rloo_multiturn import evaluate, load_model, microbatches, token_logprobs  #
 import numpy as np
 import torch
 import tyro
-from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
 import envs
+import launch
 
 
 @dataclass
@@ -61,7 +60,7 @@ class Args:
     temperature: float = 1.0
     """Softmax temperature in the loss; cloning is usually done at 1."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Precision of the matrix products (weights stay float32); auto takes bfloat16 on GPUs and float32 on CPUs."""
+    """Precision of the computation (the trained weights stay float32); auto takes bfloat16 on GPUs."""
 
     # optimisation
     num_demos: int = 300
@@ -100,6 +99,8 @@ class Args:
 def play_demonstrations(vec, tasks, num_demos: int, side_by_side: int = 32) -> list[dict]:
     """Episodes of the expert, in the order of the tasks; those that do not win within the turn limit are dropped.
 
+    Several processes share each lot of tasks, and all get all the demonstrations.
+
     Args:
         vec: a VecEnv made with `expert=True`.
         tasks: tried in order until `num_demos` have been won.
@@ -108,10 +109,11 @@ def play_demonstrations(vec, tasks, num_demos: int, side_by_side: int = 32) -> l
         dicts with `obs` and `actions`, lists of str, K of each (the observation after the last action is left out).
     """
     demos, tasks = [], list(tasks)
-    with tqdm(total=num_demos, desc="demonstrations", unit="episode", disable=None) as bar:
+    with tqdm(total=num_demos, desc="demonstrations", unit="episode", disable=launch.RANK > 0 or None) as bar:
         while tasks and len(demos) < num_demos:
             some, tasks = tasks[:side_by_side], tasks[side_by_side:]
-            episodes = [{"obs": [obs], "actions": [], "info": info} for obs, info in vec.reset(some)]
+            started = vec.reset(launch.share(some))
+            episodes = [{"obs": [obs], "actions": [], "info": info} for obs, info in started]
             live = {i: e for i, e in enumerate(episodes) if "expert_action" in e["info"]}
             while live:
                 actions = {i: episode["info"]["expert_action"] for i, episode in live.items()}
@@ -122,6 +124,7 @@ def play_demonstrations(vec, tasks, num_demos: int, side_by_side: int = 32) -> l
                         del live[i]
                     else:
                         episodes[i]["obs"].append(obs)
+            episodes = launch.gather(episodes)
             won = [{"obs": e["obs"], "actions": e["actions"]} for e in episodes if e["info"]["won"]]
             demos += won[: num_demos - len(demos)]
             bar.update(min(len(won), num_demos - bar.n))
@@ -156,7 +159,7 @@ def train(model, rows, args, on_step=None) -> None:
     warmup = max(1, total // 10)
     schedule = lambda step: min((step + 1) / warmup, 0.55 + 0.45 * np.cos(np.pi * step / total))  # noqa: E731
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule)
-    bar = tqdm(total=total, desc="cloning", unit="step", disable=None)
+    bar = tqdm(total=total, desc="cloning", unit="step", disable=launch.RANK > 0 or None)
     step = 0
     for _ in range(args.num_epochs):
         order = rng.sample(range(len(rows)), len(rows))
@@ -170,11 +173,13 @@ def train(model, rows, args, on_step=None) -> None:
             }
             num_tokens = int(batch["response_mask"].sum())
             loss_sum, entropy_sum = 0.0, 0.0
-            for piece in microbatches(batch, torch.arange(len(some)), args):
+            pieces = microbatches(batch, launch.share(torch.arange(len(some))), args)
+            for piece in launch.synchronised(pieces, [model]):
                 logprobs, entropy = token_logprobs(model, piece["input_ids"], piece["response_mask"], args)
                 loss = -logprobs.sum() / num_tokens
                 loss.backward()
                 loss_sum, entropy_sum = loss_sum + float(loss.detach()), entropy_sum + float(entropy.sum())
+            loss_sum, entropy_sum = map(sum, zip(*launch.gather([(loss_sum, entropy_sum)]), strict=True))
             grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm or float("inf"))
             learning_rate = scheduler.get_last_lr()[0]
             optimizer.step()
@@ -193,49 +198,40 @@ def train(model, rows, args, on_step=None) -> None:
 
 def main(args: Args) -> None:
     # 1. Games and model.
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = launch.start(args.dtype)
     random.seed(args.seed)
     np.random.seed(args.seed)
     torch.manual_seed(args.seed)
     demo_tasks = envs.list_tasks(args.env, args.task, "demos", args.alfworld_data)
     eval_tasks = envs.list_tasks(args.env, args.task, args.eval_split, args.alfworld_data)[: args.eval_episodes]
     print(envs.describe(demo_tasks, "demos"), envs.describe(eval_tasks, args.eval_split), sep="\n", flush=True)
-    model, chat = load_model(args.model, device)
+    model, chat = load_model(args.model)
+    launch.shard(model, device, args.dtype)
 
     # 2. The run's folder.
-    run = envs.new_run(args)
-    writer = SummaryWriter(str(run))
+    run = launch.Run(args)
 
     # 3. Evaluate, clone, evaluate.
     settings = {"env": args.env, "max_turns": args.max_turns, "show_admissible": args.show_admissible}
     vec = envs.VecEnv(args.num_workers, **settings, expert=True)
-    before, _ = evaluate(model, chat, vec, eval_tasks, args)
+    before, _ = evaluate(model, chat, vec, launch.share(eval_tasks), args)
     print(f"before: {args.eval_split} success {before['success_rate']:.0%}", flush=True)
     demos = play_demonstrations(vec, demo_tasks, args.num_demos)
-    with (run / "episodes.jsonl").open("w") as file:
-        for demo in demos:
-            file.write(json.dumps(demo) + "\n")
+    run.log_episodes(demos, iteration=0, split="demos", group_size=1)
     if len(demos) < args.num_demos:
         print(f"only {len(demos)} of {args.num_demos} demonstrations were won within {args.max_turns} turns")
     if not demos:
         raise envs.UserError(f"--max-turns {args.max_turns}: the expert wins no game in that time")
 
-    def log(step: int, metrics: dict) -> None:
-        for name, value in metrics.items():
-            writer.add_scalar(name, value, step)
-
-    train(model, tokenize(demos, chat), args, log)
-    after, _ = evaluate(model, chat, vec, eval_tasks, args)
+    train(model, tokenize(demos, chat), args, lambda step, metrics: run.log(metrics, step))
+    after, _ = evaluate(model, chat, vec, launch.share(eval_tasks), args)
     for step, scores in ((0, before), (1, after)):
-        writer.add_scalar("eval/success_rate", scores["success_rate"], step)
-    vec.close()
-    writer.close()
+        run.log({f"eval/{name}": value for name, value in scores.items()}, step)
 
-    # 4. Save: an ordinary Hugging Face folder, written aside and renamed, so that a crash leaves no half of one.
-    folder = run / "sft"
-    model.save_pretrained(folder.with_suffix(".part"))
-    chat.tokenizer.save_pretrained(folder.with_suffix(".part"))
-    folder.with_suffix(".part").rename(folder)
+    # 4. Save an ordinary Hugging Face folder.
+    folder = run.save(model, chat.tokenizer, "sft")
+    vec.close()
+    run.close()
     print(
         f"\n{args.eval_split} success: {before['success_rate']:.0%} -> {after['success_rate']:.0%} "
         f"[{after['low']:.0%}, {after['high']:.0%}] after {len(demos)} demonstrations\nmodel: {folder}"

@@ -79,7 +79,7 @@ def flops_of_update(model, batch) -> float:
 
 def measure_speed(options) -> list[dict]:
     args = rloo.Args(model=options.model, task="w4-o6-q8", max_turns=options.turns)
-    model, chat = rloo.load_model(args.model, torch.device("cpu"))
+    model, chat = rloo.load_model(args.model)
     batch = play(model, chat, args, options.episodes)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
     a, b = torch.randn(2, MATRIX, MATRIX).unbind()
@@ -114,7 +114,7 @@ def peak_memory(options, method: str, episodes: int) -> dict:
 def one_update(options) -> None:
     """Prints by how much one update raises the process's peak memory, MiB."""
     args = rloo.Args(model=options.model, task="w4-o6-q8", max_turns=options.turns)
-    model, chat = rloo.load_model(args.model, torch.device("cpu"))
+    model, chat = rloo.load_model(args.model)
     batch = play(model, chat, args, options.episodes)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
     before = int(

@@ -215,5 +215,5 @@ def test_model_whose_attention_forgets_is_refused(chat, tmp_path):
         chat.tokenizer.save_pretrained(tmp_path / str(window))
     MistralForCausalLM(MistralConfig(sliding_window=None, **sizes)).save_pretrained(tmp_path / "None")
     with pytest.raises(UserError, match="sliding or linear attention"):  # before the weights are looked for
-        rloo.load_model(str(tmp_path / "16"), torch.device("cpu"))
-    rloo.load_model(str(tmp_path / "None"), torch.device("cpu"))
+        rloo.load_model(str(tmp_path / "16"))
+    rloo.load_model(str(tmp_path / "None"))

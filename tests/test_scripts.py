@@ -38,6 +38,7 @@ BUDGETS = {
     "ppo_multiturn.py": (700, 9, 2),  # one more function: the critic's values
     "sft.py": (350, 8, 2),
     "envs.py": (400, 8, 4),
+    "launch.py": (200, 8, 2),
 }
 RL_TAGS = {
     *(f"charts/{x}" for x in ("episodic_return", "success_rate", "episodic_length", "response_tokens")),
@@ -45,7 +46,7 @@ RL_TAGS = {
     *(f"charts/{x}" for x in ("learning_rate", "SPS", "rollout_seconds", "update_seconds")),
     *(f"losses/{x}" for x in ("policy_loss", "entropy", "grad_norm", "kl")),
     *(f"estimator/{x}" for x in ("advantage_mean", "advantage_std", "zero_advantage_frac", "sampler_mismatch")),
-    *(f"eval/{x}" for x in ("success_rate", "episodic_return", "episodic_length")),
+    *(f"eval/{x}" for x in ("success_rate", "low", "high", "episodic_return", "episodic_length")),
 }
 SMALL = "--env alfworld --alfworld-data generated --max-turns 3 --eval-episodes 4 --eval-split valid_seen"
 

@@ -250,7 +250,7 @@ def main(args: Args) -> None:
         pretrain(model, rows, args, on_step)
         sft.train(model, rows, args, lambda step, metrics: on_step(step, metrics) or step == args.clone_steps)
     elif not args.measure_only:
-        model, chat = load_model(args.pretrained, torch.device("cpu"))
+        model, chat = load_model(args.pretrained)
     if not args.measure_only:
         sft.train(model, sft.tokenize(collect(EXPERT_AGAIN, args), chat), args, on_step)
         args.learning_rate /= 2  # the third set changes how it plays, not what it knows
@@ -258,7 +258,7 @@ def main(args: Args) -> None:
         # The committed weights are bfloat16, half the size; everything loads them as float32.
         model.to(torch.bfloat16).save_pretrained(args.out)
         chat.tokenizer.save_pretrained(args.out)
-    model, chat = load_model(str(args.out), torch.device("cpu"))
+    model, chat = load_model(str(args.out))
     size = sum(p.numel() for p in model.parameters()) / 1e6
     mixtures = {
         name: "\n".join(f"- {env} `{names}`: {n}" + f", dawdling {p:.0%}" * (p > 0) for env, names, n, _, p in mixture)

@@ -1,0 +1,175 @@
+"""What the scripts share besides the environments: the processes that `torchrun` starts, and the run's folder.
+
+    python rloo_multiturn.py ...                          one process: the GPU if there is one, else the CPU
+    torchrun --nproc-per-node 8 rloo_multiturn.py ...     one process per GPU (or eight on the CPU)
+
+Each process plays its share of the episodes. Then all exchange what they have played, so that every one holds the whole
+batch and computes the same advantages, counts and metrics; each passes its share of the rows forward and backward, and
+the gradients are added up. So the update is the one that a single process would make of these episodes.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from dataclasses import asdict
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.utils.tensorboard import SummaryWriter
+
+from tasks import UserError
+
+RANK, WORLD_SIZE = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))  # set by torchrun
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Processes
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def start(dtype: str) -> torch.device:
+    """Joins the processes, and returns this one's device. All but the first stop printing."""
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+        torch.cuda.set_device(device)
+    if WORLD_SIZE > 1:
+        dist.init_process_group()
+    elif (
+        dtype != "float32"
+    ):  # FSDP also keeps float32 weights beside those that compute, so a single process uses it too
+        dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
+    if RANK > 0:
+        sys.stdout = open(os.devnull, "w")
+    return device
+
+
+def share(items):
+    """This process's part of a list or tensor: consecutive items, as many as the others have, give or take one."""
+    return items[len(items) * RANK // WORLD_SIZE : len(items) * (RANK + 1) // WORLD_SIZE]
+
+
+def gather(items: list) -> list:
+    """The lists of all processes, one after another: undoes `share`."""
+    if WORLD_SIZE == 1:
+        return items
+    parts = [None] * WORLD_SIZE
+    dist.all_gather_object(parts, items)
+    return [item for part in parts for item in part]
+
+
+def add_up(x: torch.Tensor) -> torch.Tensor:
+    """The sum over the processes, in place."""
+    if WORLD_SIZE > 1:
+        dist.all_reduce(x)
+    return x
+
+
+def shard(model: torch.nn.Module, device: torch.device, dtype: str) -> torch.nn.Module:
+    """Moves a float32 model to the device, and spreads it over the processes by PyTorch's FSDP2, block by block.
+
+    Weights, gradients and optimizer state lie spread, in float32. The first forward pass gathers the weights, in
+    `dtype`, and they stay until `synchronised` or `release` lets them go: in between nobody waits for anybody, so
+    processes may sample different numbers of tokens and pass different numbers of micro-batches.
+    """
+    if not dist.is_initialized():
+        return model.to(device)
+    policy = MixedPrecisionPolicy(param_dtype=getattr(torch, dtype), reduce_dtype=torch.float32)
+    blocks = [module for module in model.modules() if type(module).__name__ in model._no_split_modules]
+    for module in (*blocks, model):
+        fully_shard(module, reshard_after_forward=False, mp_policy=policy)
+        module.set_gradient_divide_factor(1.0)  # gradients are added: `compute_loss` has divided by the whole's counts
+        module.set_force_sum_reduction_for_comms(True)
+    return model.to(device)
+
+
+def synchronised(pieces, modules):
+    """Yields the micro-batches of an optimizer step; the last one's backward pass adds up the processes' gradients."""
+    pieces = iter(pieces)
+    piece = next(pieces)
+    while piece is not None:
+        following = next(pieces, None)
+        for module in modules if dist.is_initialized() else ():
+            module.set_requires_gradient_sync(following is None)
+            module.set_reshard_after_backward(following is None)
+        yield piece
+        piece = following
+
+
+def release(model: torch.nn.Module) -> None:
+    """Lets go of the gathered weights of a model that is not trained."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The run's folder
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class Run:
+    """The folder `runs/{env}__{exp_name}__{seed}__{unix time}`, which the first process alone writes to.
+
+    `args.json` has the arguments, the git commit and the versions; `episodes.jsonl` every episode that was played; then
+    there are TensorBoard's event files, and checkpoints.
+    """
+
+    def __init__(self, args):
+        """
+        Raises:
+            UserError: the folder cannot be made.
+        """
+        self.folder = Path("runs") / f"{args.env}__{args.exp_name}__{args.seed}__{int(time.time())}"
+        if RANK > 0:
+            return
+        try:
+            self.folder.mkdir(parents=True)
+        except OSError as error:
+            raise UserError(f"cannot make the run's folder {self.folder}: {error.strerror}") from error
+        git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True)
+        versions = {name: version(name) for name in ("torch", "transformers", "textworld", "alfworld", "numpy")}
+        about = {"args": asdict(args), "commit": git.stdout.strip() or None, "versions": versions}
+        about["processes"] = WORLD_SIZE
+        (self.folder / "args.json").write_text(json.dumps(about, indent=2))
+        self.writer = SummaryWriter(str(self.folder))
+        self.episodes = (self.folder / "episodes.jsonl").open("a")
+
+    def log(self, metrics: dict, step: int) -> None:
+        """Writes one value per name for TensorBoard."""
+        for name, value in metrics.items() if RANK == 0 else ():
+            self.writer.add_scalar(name, float(value), step)
+
+    def log_episodes(self, episodes: list[dict], iteration: int, split: str, group_size: int) -> None:
+        """Appends one line per episode to `episodes.jsonl`."""
+        if RANK == 0:
+            for i, episode in enumerate(episodes):
+                about = {"iteration": iteration, "split": split, "group": i // group_size}
+                self.episodes.write(json.dumps(about | episode) + "\n")
+            self.episodes.flush()
+
+    def save(self, model, tokenizer, name: str) -> Path:
+        """An ordinary Hugging Face folder, written aside and renamed, so that a crash leaves no half of one."""
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        state = get_model_state_dict(model, options=options)  # whole on the first process alone
+        folder = self.folder / name
+        if RANK == 0:
+            first = {}  # the first name of a weight that has several (tied embeddings): saved once
+            for name, parameter in model.named_parameters(remove_duplicate=False):
+                state[name] = state[first.setdefault(parameter, name)]
+            model.save_pretrained(folder.with_suffix(".part"), state_dict=state)
+            tokenizer.save_pretrained(folder.with_suffix(".part"))
+            folder.with_suffix(".part").rename(folder)
+        return folder
+
+    def close(self) -> None:
+        if RANK == 0:
+            self.writer.close()
+            self.episodes.close()
+        if dist.is_initialized():
+            dist.destroy_process_group()

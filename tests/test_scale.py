@@ -1,0 +1,87 @@
+"""Several processes: the same update as one, and an end with a clear error when one of them dies.
+
+`torchrun` starts this very file as a script in each process (see the end): it runs `main` on a batch that was played
+beforehand.
+"""
+
+import itertools
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+import envs
+import grpo_multiturn
+import ppo_multiturn
+import rloo_multiturn
+
+ROOT = Path(__file__).resolve().parents[1]
+MODULES = {"rloo": rloo_multiturn, "grpo": grpo_multiturn, "ppo": ppo_multiturn}
+# Three groups of three: neither 2 nor 4 processes get equal shares, and in minibatches of two or three some get no row.
+SIZES = {"num_iterations": 2, "num_groups": 3, "group_size": 3, "max_turns": 4, "eval_episodes": 6, "num_workers": 1}
+SIZES |= {"env": "alfworld", "alfworld_data": "generated", "dense_reward": True, "kl_coef": 0.01, "learning_rate": 0.1}
+SIZES |= {"tokens_per_microbatch": 1500, "temperature": 1.0, "anneal_lr": False}
+SEVERAL_STEPS = {"update_epochs": 2, "num_minibatches": 4}
+EXTRA = {"rloo": {}, "grpo": SEVERAL_STEPS, "ppo": SEVERAL_STEPS | {"critic_warmup": 1, "critic_learning_rate": 0.1}}
+TIMES = ("charts/SPS", "charts/rollout_seconds", "charts/update_seconds")
+
+
+def torchrun(processes, folder, *arguments, script=__file__):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    environ = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+    command += [str(script), *map(str, arguments)]
+    return subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=200)
+
+
+@pytest.fixture(scope="module")
+def updates(tmp_path_factory):
+    """Weights and metrics of two iterations on one batch, {(algorithm, number of processes): (weights, metrics)}."""
+    folder = tmp_path_factory.mktemp("scale")
+    args = rloo_multiturn.Args(**SIZES)
+    model, chat = rloo_multiturn.load_model(args.model)
+    tasks = envs.TaskSampler(envs.list_tasks("alfworld", "all", "train", "generated"), 1).take(3, copies=3)
+    vec = envs.VecEnv(1, env="alfworld", max_turns=args.max_turns, dense_reward=True)
+    rng = torch.Generator().manual_seed(1)
+    batch, episodes = rloo_multiturn.rollout(model, chat, vec, tasks, args, args.temperature, rng)
+    vec.close()
+    batch["valid"][4], batch["response_mask"][4] = False, False  # as after an infrastructure error
+    played = torch.arange(args.max_turns) < batch["num_turns"][:, None]  # (B, K)
+    batch["rewards"] = torch.rand(played.shape, generator=rng) * played  # so that there is something to learn
+    torch.save((batch, episodes), folder / "batch.pt")
+    results = {}
+    for name, processes in itertools.product(MODULES, (1, 2, 4)):
+        (out := folder / f"{name}_{processes}").mkdir()
+        done = torchrun(processes, out, name, folder / "batch.pt")
+        assert done.returncode == 0, done.stderr[-3000:]
+        (run,) = (out / "runs").iterdir()
+        log = EventAccumulator(str(run)).Reload()
+        metrics = {tag: [event.value for event in log.Scalars(tag)] for tag in log.Tags()["scalars"]}
+        results[name, processes] = load_file(run / "iteration_000002" / "model.safetensors"), metrics
+    return results
+
+
+@pytest.mark.parametrize("processes", [2, 4])
+@pytest.mark.parametrize("name", MODULES)
+def test_processes_share_a_batch_and_update_as_one_would(updates, name, processes):
+    (weights, metrics), (expected, expected_metrics) = updates[name, processes], updates[name, 1]
+    before = load_file(ROOT / "checkpoints" / "tiny" / "model.safetensors")
+    assert weights.keys() == expected.keys() == before.keys()
+    moved = max((expected[key] - before[key]).abs().max().item() for key in before)
+    assert moved > 1e-3
+    assert max((weights[key] - expected[key]).abs().max().item() for key in before) < 1e-5
+    assert metrics.keys() == expected_metrics.keys()
+    for tag in metrics.keys() - {*TIMES}:
+        assert metrics[tag] == pytest.approx(expected_metrics[tag], rel=1e-4, abs=1e-6), tag
+
+
+if __name__ == "__main__":
+    name, batch_file = sys.argv[1:]
+    # Plain gradient descent: Adam would blow up rounding errors of gradients that are nearly zero.
+    torch.optim.AdamW = lambda groups, weight_decay: torch.optim.SGD(groups)
+    MODULES[name].rollout = lambda *_: torch.load(batch_file, weights_only=False)
+    MODULES[name].main(MODULES[name].Args(**SIZES | EXTRA[name]))

@@ -5,7 +5,8 @@
     Chat      observations -> tokens, sampled tokens -> action, exactly as the model's chat template lays them out
 
 The engines (which games there are, how to play them) live in `tasks/`. To add an environment, write a module with
-`list_tasks`, `describe` and `Engine` (see `tasks/__init__.py`) and name it in `ENVIRONMENTS`.
+`list_tasks`, `describe` and `Engine` (see `tasks/__init__.py`), and name it in `ENVIRONMENTS` and in the scripts'
+`--env`.
 """
 
 import importlib
@@ -153,14 +154,14 @@ def serve(connection: Connection) -> None:
     while True:
         try:
             requests = connection.recv()
-        except EOFError:  # the parent is gone, or has closed the pool
+        except (EOFError, ConnectionResetError):  # the parent is gone, or has closed the pool
             return
         for slot, item in requests:
             try:
                 env = envs.setdefault(slot, None) or TextEnv(**settings)
                 envs[slot] = env
                 connection.send(env.reset(item) if isinstance(item, Task) else env.step(item))
-            except BrokenPipeError:
+            except (BrokenPipeError, ConnectionResetError):
                 return
             except Exception as error:  # an engine's fault ends this episode, not the worker
                 envs.pop(slot, None)

@@ -1,4 +1,4 @@
-"""What the scripts share besides the environments: the processes that `torchrun` starts, and the run's folder.
+"""What the scripts share besides the environments: the processes that `torchrun` starts, the model, the run's folder.
 
     python rloo_multiturn.py ...                          one process: the GPU if there is one, else the CPU
     torchrun --nproc-per-node 8 rloo_multiturn.py ...     one process per GPU (or eight on the CPU)
@@ -19,11 +19,12 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import transformers
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils.tensorboard import SummaryWriter
 
-from tasks import UserError
+import envs
 
 RANK, WORLD_SIZE = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))  # set by torchrun
 
@@ -109,6 +110,36 @@ def release(model: torch.nn.Module) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# The model
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def load_model(path: str) -> tuple[torch.nn.Module, envs.Chat]:
+    """A causal language model in float32 on the CPU, without dropout, and its chat layout.
+
+    Raises:
+        UserError: there is no such model, or it has no chat template, or its attention forgets.
+    """
+    if Path(path).is_dir() and not (Path(path) / "config.json").exists():
+        raise envs.UserError(f"--model {path}: has no config.json; a run's models are in its subfolders")
+    try:
+        chat = envs.Chat(transformers.AutoTokenizer.from_pretrained(path))
+        config = transformers.AutoConfig.from_pretrained(path)
+        forgets = {*(getattr(config, "layer_types", None) or [])} - {"full_attention"}
+        if forgets or getattr(config, "sliding_window", None):
+            raise envs.UserError(f"--model {path}: layers of sliding or linear attention are not supported")
+        model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="sdpa")
+    except envs.UserError:
+        raise
+    except Exception as error:  # damaged weights, JSON, template: each library has exceptions of its own
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        raise envs.UserError(f"--model {path}: cannot be loaded ({reason})") from error
+    if chat.rewrites_history:
+        print("The chat template would write earlier turns otherwise; the policy sees them as they were.", flush=True)
+    return model.eval(), chat  # eval: dropout would make the first ratio differ from 1
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # The run's folder
 # ---------------------------------------------------------------------------------------------------------------------
 
@@ -131,10 +162,14 @@ class Run:
         try:
             self.folder.mkdir(parents=True)
         except OSError as error:
-            raise UserError(f"cannot make the run's folder {self.folder}: {error.strerror}") from error
-        git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True)
+            raise envs.UserError(f"cannot make the run's folder {self.folder}: {error.strerror}") from error
+        try:
+            command, here = ["git", "rev-parse", "HEAD"], Path(__file__).parent
+            commit = subprocess.run(command, cwd=here, capture_output=True, text=True).stdout.strip() or None
+        except OSError:  # git is not installed
+            commit = None
         versions = {name: version(name) for name in ("torch", "transformers", "textworld", "alfworld", "numpy")}
-        about = {"args": asdict(args), "commit": git.stdout.strip() or None, "versions": versions}
+        about = {"args": asdict(args), "commit": commit, "versions": versions}
         about["processes"] = WORLD_SIZE
         (self.folder / "args.json").write_text(json.dumps(about, indent=2))
         self.writer = SummaryWriter(str(self.folder))

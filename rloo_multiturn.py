@@ -12,7 +12,9 @@ k(t) is the turn of token t. The policy pi is the model's softmax at `--temperat
     (5)  grad J   = E[ 1/B sum_i sum_{t in T_i} A_{i,k(t)} grad log pi(t) ]
 
 (5) is unbiased: the baseline is made of other episodes, the sum over tokens has a constant divisor, and the samples are
-the current policy's own (one optimizer step per batch).
+the current policy's own (one optimizer step per batch). Two conditions lie outside the equations. Sampler and trainer
+must compute the same policy: float32 does, up to 1e-5 nats; bfloat16, the default on GPUs, does not quite (see
+`estimator/sampler_mismatch`). And faults of an engine, which leave an episode out of B, must not depend on the actions.
 
 Papers: RLOO, Ahmadian et al. 2024, arXiv 2402.14740; the setting, Wang & Ammanabrolu 2025, arXiv 2510.01132.
 Shapes: B episodes, G group size, K turns, T padded tokens, V vocabulary.
@@ -48,7 +50,7 @@ class Args:
     exp_name: str = Path(__file__).stem
     """Name of this experiment; a part of the run folder's name."""
     seed: int = 1
-    """Seed of the weights' order of use, the sampler and the order of the tasks."""
+    """Seed of the sampling, of the order of the tasks, and of the order of the episodes in an update."""
     save_freq: int = 0
     """Save a checkpoint every this many iterations; 0 saves at the end only."""
 
@@ -66,7 +68,7 @@ class Args:
     show_admissible: bool = False
     """Append the list of the commands that the engine would accept to each observation."""
     alfworld_data: Literal["auto", "real", "generated"] = "auto"
-    """ALFWorld's own games, generated ones, or its own where $ALFWORLD_DATA has them."""
+    """ALFWorld's own games, generated ones, or its own where $ALFWORLD_DATA or ~/.cache/alfworld has them."""
     num_workers: int = 2
     """Processes that run the environments."""
 
@@ -98,7 +100,7 @@ class Args:
 
     # evaluation
     eval_freq: int = 5
-    """Evaluate every this many iterations, besides at the start and at the end; 0 does not."""
+    """Evaluate every this many iterations, besides at the start and at the end; 0 leaves out those in between."""
     eval_episodes: int = 100
     """Held-out games in an evaluation, one episode each."""
     eval_temperature: float = 0.4
@@ -121,7 +123,7 @@ class Args:
         if self.dtype == "auto":
             self.dtype = "bfloat16" if torch.cuda.is_available() else "float32"
         envs.check(self, "num_iterations num_groups max_turns max_action_tokens num_workers eval_episodes", at_least=1)
-        envs.check(self, "save_freq kl_coef max_grad_norm eval_freq eval_temperature", at_least=0)
+        envs.check(self, "seed save_freq kl_coef max_grad_norm eval_freq eval_temperature", at_least=0)
         envs.check(self, "temperature learning_rate tokens_per_microbatch", above=0)
         envs.check(self, "group_size", at_least=2)  # an episode is compared with others on its task
         # >>> ESTIMATOR: checks
@@ -130,26 +132,6 @@ class Args:
             steps = f"--update-epochs {self.update_epochs} --num-minibatches {self.num_minibatches}"
             raise envs.UserError(f"{steps}: RLOO takes one optimizer step per batch, so both must be 1")
         # <<< ESTIMATOR
-
-
-def load_model(path: str) -> tuple[torch.nn.Module, envs.Chat]:
-    """A causal language model in float32 on the CPU, without dropout, and its chat layout.
-
-    Raises:
-        UserError: there is no such model, or it has no chat template, or its attention forgets.
-    """
-    try:
-        chat = envs.Chat(transformers.AutoTokenizer.from_pretrained(path))
-        config = transformers.AutoConfig.from_pretrained(path)
-        forgets = {*(getattr(config, "layer_types", None) or [])} - {"full_attention"}
-        if forgets or getattr(config, "sliding_window", None):
-            raise envs.UserError(f"--model {path}: layers of sliding or linear attention are not supported")
-        model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="sdpa")
-    except (OSError, KeyError, ValueError) as error:
-        raise envs.UserError(f"--model {path}: cannot be loaded ({str(error).splitlines()[0]})") from error
-    if chat.rewrites_history:
-        print("The chat template would write earlier turns otherwise; the policy sees them as they were.", flush=True)
-    return model.eval(), chat  # eval: dropout would make the first ratio differ from 1
 
 
 def token_logprobs(model, input_ids, response_mask, args) -> tuple[torch.Tensor, torch.Tensor]:
@@ -430,14 +412,14 @@ def evaluate(model, chat, vec, tasks, args) -> tuple[dict, list[dict]]:
 def main(args: Args) -> None:
     # 1. Games and model. Whatever is wrong with the arguments shows here, before any work.
     device = launch.start(args.dtype)
-    transformers.set_seed(args.seed)
+    torch.manual_seed(args.seed)
     sampling_rng = torch.Generator(device).manual_seed(args.seed + 1000 * launch.RANK)  # each process has its own
     train_tasks = envs.list_tasks(args.env, args.task, "train", args.alfworld_data)
     eval_tasks = envs.list_tasks(args.env, args.task, args.eval_split, args.alfworld_data)[: args.eval_episodes]
     print(envs.describe(train_tasks, "train"), envs.describe(eval_tasks, args.eval_split), sep="\n", flush=True)
     if (fewest := min(len(eval_tasks), args.num_groups * args.group_size)) < launch.WORLD_SIZE:
         raise envs.UserError(f"{launch.WORLD_SIZE} processes are too many to share {fewest} episodes")
-    model, chat = load_model(args.model)
+    model, chat = launch.load_model(args.model)
     reference = launch.shard(copy.deepcopy(model).requires_grad_(False), device, args.dtype) if args.kl_coef else None
     trained = {model: args.learning_rate}
     # >>> ESTIMATOR: critic

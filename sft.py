@@ -5,8 +5,8 @@ are kept. The loss is the mean negative log-likelihood of the expert's action to
 
     (1)  L(theta) = - 1/N sum_i sum_{t in T_i} log pi(t)        N action tokens in the batch
 
-in exactly the token layout that RL's rollout produces: `envs.Chat` makes both. The model's loading, log-probabilities
-and evaluation are `rloo_multiturn.py`'s, so that the success rates before and after are comparable with RL's.
+in exactly the token layout that RL's rollout produces: `envs.Chat` makes both. The log-probabilities and
+the evaluation are `rloo_multiturn.py`'s, so that the success rates before and after are comparable with RL's.
 
     python sft.py --env alfworld --num-demos 300
     python rloo_multiturn.py --env alfworld --model runs/<this run>/sft
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from rloo_multiturn import evaluate, load_model, microbatches, token_logprobs  # sets OMP_WAIT_POLICY: before torch
+from rloo_multiturn import evaluate, microbatches, token_logprobs  # sets OMP_WAIT_POLICY: before torch
 
 # isort: split
 import numpy as np
@@ -50,7 +50,7 @@ class Args:
     show_admissible: bool = False
     """Append the list of the commands that the engine would accept to each observation."""
     alfworld_data: Literal["auto", "real", "generated"] = "auto"
-    """ALFWorld's own games, generated ones, or its own where $ALFWORLD_DATA has them."""
+    """ALFWorld's own games, generated ones, or its own where $ALFWORLD_DATA or ~/.cache/alfworld has them."""
     num_workers: int = 2
     """Processes that run the environments."""
 
@@ -92,7 +92,7 @@ class Args:
             self.dtype = "bfloat16" if torch.cuda.is_available() else "float32"
         envs.check(self, "max_turns max_action_tokens num_workers eval_episodes", at_least=1)
         envs.check(self, "num_demos num_epochs batch_size", at_least=1)
-        envs.check(self, "max_grad_norm eval_temperature", at_least=0)
+        envs.check(self, "seed max_grad_norm eval_temperature", at_least=0)
         envs.check(self, "temperature learning_rate tokens_per_microbatch", above=0)
 
 
@@ -103,15 +103,17 @@ def play_demonstrations(vec, tasks, num_demos: int, side_by_side: int = 32) -> l
 
     Args:
         vec: a VecEnv made with `expert=True`.
-        tasks: tried in order until `num_demos` have been won.
+        tasks: tried in order, `side_by_side` at a time, until `num_demos` have been won, or until four such lots have
+            all been lost.
 
     Returns:
         dicts with `obs` and `actions`, lists of str, K of each (the observation after the last action is left out).
     """
-    demos, tasks = [], list(tasks)
+    demos, tasks, tried = [], list(tasks), 0
     with tqdm(total=num_demos, desc="demonstrations", unit="episode", disable=launch.RANK > 0 or None) as bar:
-        while tasks and len(demos) < num_demos:
+        while tasks and len(demos) < num_demos and (demos or tried < 4 * side_by_side):
             some, tasks = tasks[:side_by_side], tasks[side_by_side:]
+            tried += len(some)
             started = vec.reset(launch.share(some))
             episodes = [{"obs": [obs], "actions": [], "info": info} for obs, info in started]
             live = {i: e for i, e in enumerate(episodes) if "expert_action" in e["info"]}
@@ -199,13 +201,11 @@ def train(model, rows, args, on_step=None) -> None:
 def main(args: Args) -> None:
     # 1. Games and model.
     device = launch.start(args.dtype)
-    random.seed(args.seed)
-    np.random.seed(args.seed)
     torch.manual_seed(args.seed)
     demo_tasks = envs.list_tasks(args.env, args.task, "demos", args.alfworld_data)
     eval_tasks = envs.list_tasks(args.env, args.task, args.eval_split, args.alfworld_data)[: args.eval_episodes]
     print(envs.describe(demo_tasks, "demos"), envs.describe(eval_tasks, args.eval_split), sep="\n", flush=True)
-    model, chat = load_model(args.model)
+    model, chat = launch.load_model(args.model)
     launch.shard(model, device, args.dtype)
 
     # 2. The run's folder.
@@ -223,7 +223,12 @@ def main(args: Args) -> None:
     if not demos:
         raise envs.UserError(f"--max-turns {args.max_turns}: the expert wins no game in that time")
 
-    train(model, tokenize(demos, chat), args, lambda step, metrics: run.log(metrics, step))
+    rows = [row for row in tokenize(demos, chat) if len(row[0]) <= model.config.max_position_embeddings]
+    if len(rows) < len(demos):
+        print(f"{len(demos) - len(rows)} demonstrations are longer than the model's context and are left out")
+    if not rows:
+        raise envs.UserError(f"--model {args.model}: its context is too short for every demonstration")
+    train(model, rows, args, lambda step, metrics: run.log(metrics, step))
     after, _ = evaluate(model, chat, vec, launch.share(eval_tasks), args)
     for step, scores in ((0, before), (1, after)):
         run.log({f"eval/{name}": value for name, value in scores.items()}, step)
@@ -234,7 +239,7 @@ def main(args: Args) -> None:
     run.close()
     print(
         f"\n{args.eval_split} success: {before['success_rate']:.0%} -> {after['success_rate']:.0%} "
-        f"[{after['low']:.0%}, {after['high']:.0%}] after {len(demos)} demonstrations\nmodel: {folder}"
+        f"[{after['low']:.0%}, {after['high']:.0%}] after {len(rows)} demonstrations\nmodel: {folder}"
     )
 
 

@@ -43,7 +43,7 @@ FIELDS = "algorithm setting seed iteration episodes turns success games seconds 
 
 
 def measure(algorithm: str, setting: str, seed: int, cores: int) -> list[dict]:
-    """Runs one command to its end, in a folder of its own, and reads its evaluations back."""
+    """Runs one command to its end, in a folder of its own; its rows of the CSV."""
     command = f"{algorithm}_multiturn.py {SETTINGS[setting]} --seed {seed}"
     folder = ROOT / "runs" / "learning_curves" / f"{time.time():.0f}_{algorithm}_{seed}_{list(SETTINGS).index(setting)}"
     folder.mkdir(parents=True)
@@ -52,7 +52,11 @@ def measure(algorithm: str, setting: str, seed: int, cores: int) -> list[dict]:
         script, *arguments = shlex.split(command)
         command_line = [sys.executable, str(ROOT / script), *arguments]
         subprocess.run(command_line, cwd=folder, env=environ, stdout=output, stderr=output, check=True)
-    seconds = time.time() - start
+    return read_back(folder, algorithm, setting, seed, cores, time.time() - start)
+
+
+def read_back(folder: Path, algorithm: str, setting: str, seed: int, cores: int, seconds: float) -> list[dict]:
+    """The rows of a finished run, from what it has written into its folder."""
     (run,) = (folder / "runs").iterdir()
     about = json.loads((run / "args.json").read_text())
     args = about["args"]
@@ -76,7 +80,7 @@ def measure(algorithm: str, setting: str, seed: int, cores: int) -> list[dict]:
             "seconds": round(seconds),
             "commit": about["commit"],
             "cores": cores,
-            "command": f"python {command}",
+            "command": f"python {algorithm}_multiturn.py {SETTINGS[setting]} --seed {seed}",
         }
         for (iteration, won), step in zip(sorted(wins.items()), steps, strict=True)
     ]

@@ -29,6 +29,7 @@ import matplotlib
 import torch
 
 import envs
+import launch
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -77,7 +78,7 @@ def measure(options) -> list[dict]:
     """Both methods in turn, `repeats` times for each number of turns; the first pair warms up and is not counted."""
     rows = []
     args = rloo.Args(model=options.model, task=TASK)
-    model, chat = rloo.load_model(args.model)
+    model, chat = launch.load_model(args.model)
     torch.manual_seed(1)
     generator = torch.Generator().manual_seed(1)
     tasks = envs.list_tasks("textworld", TASK, "valid", "auto")[: options.episodes]

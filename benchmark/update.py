@@ -32,6 +32,7 @@ import rloo_multiturn as rloo  # sets OMP_WAIT_POLICY: before torch
 import torch
 
 import envs
+import launch
 
 CSV = ROOT / "benchmark" / "update.csv"
 FIELDS = "model method episodes repetition seconds flops tokens action_tokens peak_mib cores".split()
@@ -79,7 +80,7 @@ def flops_of_update(model, batch) -> float:
 
 def measure_speed(options) -> list[dict]:
     args = rloo.Args(model=options.model, task="w4-o6-q8", max_turns=options.turns)
-    model, chat = rloo.load_model(args.model)
+    model, chat = launch.load_model(args.model)
     batch = play(model, chat, args, options.episodes)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
     a, b = torch.randn(2, MATRIX, MATRIX).unbind()
@@ -114,7 +115,7 @@ def peak_memory(options, method: str, episodes: int) -> dict:
 def one_update(options) -> None:
     """Prints by how much one update raises the process's peak memory, MiB."""
     args = rloo.Args(model=options.model, task="w4-o6-q8", max_turns=options.turns)
-    model, chat = rloo.load_model(args.model)
+    model, chat = launch.load_model(args.model)
     batch = play(model, chat, args, options.episodes)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
     before = int(

@@ -1,6 +1,7 @@
 """What makes or finds games, and the engines that play them; only `envs.py` imports this package.
 
-Each module has `list_tasks` (which games a split holds) and an `Engine` with three methods:
+Each module has `list_tasks(names, split)` (which games a split holds; UserError for unknown names),
+`describe(tasks, split)` (one line for the user), and an `Engine(admissible: bool)` with three methods:
 
     reset(task) -> State        load the game and start it; the same engine plays one game after another
     step(action) -> State       one turn

@@ -11,6 +11,7 @@ import json
 import os
 import random
 import re
+import tempfile
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,8 +20,10 @@ import mementos.core
 from textworld import EnvInfos
 from textworld.envs import PddlEnv
 
-# alfworld's import creates the folder that the variable names, right or wrong; `data_root` says what is wrong with it.
-ALFWORLD_DATA = os.environ.pop("ALFWORLD_DATA", "")
+# alfworld's import creates the folder that the variable names, right or wrong (by default one in the home folder, which
+# may be read-only); so it sees one that exists, and `data_root` says what is wrong with the user's.
+ALFWORLD_DATA = os.environ.get("ALFWORLD_DATA", "")
+os.environ["ALFWORLD_DATA"] = tempfile.gettempdir()
 from alfworld.agents.utils.misc import Demangler
 
 os.environ["ALFWORLD_DATA"] = ALFWORLD_DATA
@@ -233,8 +236,10 @@ def list_tasks(names: str, split: str, data: str = "auto") -> list[Task]:
         UserError: for an unknown or repeated type, an unknown split or data, for real data that are not there, and for
             a wrong $ALFWORLD_DATA.
     """
-    chosen = list(TASK_TYPES) if names == "all" else [name.strip() for name in names.split(",")]
+    chosen = list(TASK_TYPES) if names.strip() == "all" else [name.strip() for name in names.split(",")]
     for name in chosen:
+        if name == "all":
+            raise UserError(f"--task {names}: all stands alone, it is every ALFWorld task type")
         if name not in TASK_TYPES:
             raise UserError(f"unknown ALFWorld task type {name!r}; valid: all, {', '.join(TASK_TYPES)}")
     if len(set(chosen)) < len(chosen):
@@ -268,14 +273,12 @@ def list_tasks(names: str, split: str, data: str = "auto") -> list[Task]:
 
 def _solvable(file):
     """Whether the game's file says that it can be won. The flag stands near the end, so the end is read first."""
-    with open(file, "rb") as f:
-        f.seek(max(0, f.seek(0, os.SEEK_END) - 2048))
-        tail = re.search(rb'"solvable":\s*(true|false)', f.read())
-    if tail:
-        return tail[1] == b"true"
     try:
-        return bool(json.loads(file.read_bytes()).get("solvable"))
-    except ValueError as error:
+        with open(file, "rb") as f:
+            f.seek(max(0, f.seek(0, os.SEEK_END) - 2048))
+            tail = re.search(rb'"solvable":\s*(true|false)', f.read())
+        return tail[1] == b"true" if tail else bool(json.loads(file.read_bytes()).get("solvable"))
+    except (ValueError, AttributeError, OSError) as error:  # AttributeError: JSON, but no object
         raise UserError(f"damaged ALFWorld game file {file}: {error}") from error
 
 

@@ -53,7 +53,7 @@ SEED_TRIES = 20
 def list_tasks(names: str, split: str) -> list[Task]:
     """Tasks of a split, by seed; `names` separated by commas take turns, so that any prefix is an equal mixture.
 
-    Raises: UserError for an unknown or repeated name, and for an unknown split.
+    Raises: UserError for an unknown or repeated name, an unknown split, and a folder that cannot be written.
     """
     known = [name.strip() for name in names.split(",")]
     for name in known:
@@ -68,6 +68,10 @@ def list_tasks(names: str, split: str) -> list[Task]:
         raise UserError(f"a TextWorld task is named twice in {names!r}; a mixture has each name once")
     if split not in SPLITS:
         raise UserError(f"unknown TextWorld split {split!r}; known are {', '.join(SPLITS)}")
+    try:
+        cache_folder().mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"cannot keep games in {cache_folder()} ($MULTITURN_RL_CACHE): {error.strerror}") from error
     first, last = SPLITS[split]
     return [Task("textworld", name, seed) for seed in range(first, last + 1) for name in known]
 

@@ -207,6 +207,8 @@ def test_sampler_takes_every_task_once_before_any_twice():
     assert sorted(task.seed for task in taken) == list(range(10)) and taken == again.take(10)
     assert taken != other.take(10)
     assert len(first.take(25)) == 25
+    a, b = other.take(2)
+    assert a != b and envs.TaskSampler(tasks, 2).take(12, copies=3)[30:] == [a] * 3 + [b] * 3  # a group has one task
 
 
 def test_unknown_environment_is_refused():

@@ -150,6 +150,22 @@ def test_dr_grpo_is_the_gradient_times_g_minus_1_over_g(group_size):
     assert tabular.relative_error(expected * constant, exact * (group_size - 1) / group_size) < 1e-9
 
 
+def test_k3_as_a_loss_has_the_gradient_of_the_reverse_kl():
+    """That of KL(pi_ref | pi) at each visited history, how often it is visited being held constant."""
+    beta, theta = 0.4, LOGITS.clone().requires_grad_()
+    args = grpo_args(norm_by_std=False, length_norm="constant", kl_coef=beta)
+    expected = tabular.expected_gradient(grpo, LOGITS, REFERENCE, torch.zeros_like(tabular.rewards(False)), args)
+    every = tabular.make_batch(list(range(len(tabular.EPISODES))), LOGITS, LOGITS, tabular.rewards(False))
+    start = torch.tensor([tabular.STARTS[e["start"]] for e in tabular.EPISODES], dtype=torch.float64)
+    weight = (start * tabular.episode_probabilities(LOGITS))[:, None] * every["response_mask"]  # (episodes, T)
+    visits = torch.zeros(len(LOGITS), dtype=torch.float64)
+    visits.index_add_(0, every["context"].clamp(min=0).flatten(), weight.flatten())
+    log_ratio = torch.log_softmax(REFERENCE, -1) - torch.log_softmax(theta, -1)
+    reverse_kl = (visits[:, None] * REFERENCE.softmax(-1) * log_ratio).sum()
+    exact = -beta * torch.autograd.grad(reverse_kl, theta)[0]
+    assert tabular.relative_error(expected * args.max_turns * args.max_action_tokens, exact) < 1e-9
+
+
 # PPO ----------------------------------------------------------------------------------------------------------------
 
 
@@ -232,4 +248,6 @@ def test_documented_table_is_the_measured_one():
     with (root / "benchmark" / "estimators.csv").open() as file:
         for row in csv.DictReader(file):
             line = next(x for x in text.splitlines() if x.startswith(f"| {row['estimator']} |"))
-            assert f"| {row['factor']} | {row['angle']} | {row['noise']} |" in line
+            cells = [cell.strip() for cell in line.split("|")[2:8]]
+            there = cells[:3] if row["reward"] == "sparse" else cells[3:]
+            assert there == [row["factor"], row["angle"], row["noise"]]

@@ -93,5 +93,23 @@ def test_clipped_ratio_and_k3():
     assert sums["ratio"].item() == pytest.approx(2 * math.exp(0.5))
     assert sums["approx_kl"].item() == pytest.approx(2 * (math.exp(0.5) - 1 - 0.5))
     assert down.item() == pytest.approx(math.exp(0.5))
+    assert loss_of(-0.5, [2], [-1.0])[0].item() == pytest.approx(0.8)  # below 1 - c with A < 0: clipped
+    assert loss_of(-0.5, [2], [1.0])[0].item() == pytest.approx(-math.exp(-0.5))
     with_kl, _ = loss_of(0.0, [2], [0.0], ref=0.3, kl_coef=2.0)
     assert with_kl.item() == pytest.approx(2.0 * (math.exp(0.3) - 0.3 - 1), rel=1e-6)
+
+
+def test_what_stands_outside_the_mask_is_ignored():
+    """Padding and observations may hold anything, without an overflow in exp and without a gradient."""
+    results = []
+    for junk in (0.0, 1000.0):
+        batch = make_batch([[1.0], [0.0]], [[1], [3]])
+        batch["advantages"] = torch.tensor([[1.0], [-2.0]], dtype=torch.float64) * batch["response_mask"]
+        for name, value in (("new_logprobs", -0.3), ("logprobs", -0.5), ("ref_logprobs", -0.4)):
+            sign = -1 if name == "logprobs" else 1
+            batch[name] = torch.where(batch["response_mask"], value, sign * junk).requires_grad_()
+        counts = {"num_episodes": 2, "num_tokens": 4}
+        loss, sums = grpo.compute_loss(batch | counts, make_args(kl_coef=0.5))
+        (gradient,) = torch.autograd.grad(loss, batch["new_logprobs"])
+        results.append([loss.item(), *(sums[name].item() for name in sorted(sums)), *gradient.flatten().tolist()])
+    assert results[0] == pytest.approx(results[1]) and all(map(math.isfinite, results[1]))

@@ -52,6 +52,15 @@ def test_a_pass_takes_exactly_as_many_optimizer_steps_as_asked(run_main, steps, 
     assert len(steps) == 2 * 4
 
 
+@pytest.mark.parametrize(("module", "arguments"), [(grpo, {}), (ppo, {"critic_warmup": 0})])
+def test_first_ratio_is_one(run_main, module, arguments):
+    folder = run_main(module, num_minibatches=1, **arguments)
+    assert scalar(folder, "losses/ratio") == pytest.approx([1], abs=1e-5)
+    assert scalar(folder, "losses/clipfrac") == [0] and scalar(folder, "losses/approx_kl") == pytest.approx(
+        [0], abs=1e-6
+    )
+
+
 @pytest.mark.parametrize("module", SIBLINGS)
 def test_learning_rate_falls_linearly_and_would_reach_zero_after_the_last_iteration(run_main, steps, module):
     folder = run_main(module, num_iterations=4, learning_rate=1e-4, num_groups=1, max_turns=2)
@@ -130,8 +139,16 @@ def test_logged_means_are_those_of_the_whole_episodes(run_main, monkeypatch, mod
             batch["won"][:] = torch.tensor([0, 0, 1, 0, 1, 0]).bool()
         return batch, episodes
 
+    divisors, compute_loss = [], module.compute_loss
+
+    def recorded(batch, args):
+        divisors.append(batch["num_episodes"])
+        return compute_loss(batch, args)
+
     monkeypatch.setattr(module, "rollout", rewarded)
-    folder = run_main(module, dense_reward=True)
+    monkeypatch.setattr(module, "compute_loss", recorded)
+    folder = run_main(module, dense_reward=True, num_minibatches=1)
+    assert set(divisors) == {5}
     assert scalar(folder, "estimator/zero_advantage_frac") == [0.5]
     assert scalar(folder, "charts/episodic_return") == pytest.approx([(2 / 3 + 1) / 5])
     assert scalar(folder, "charts/success_rate") == pytest.approx([1 / 5])
@@ -143,6 +160,7 @@ def test_logged_means_agree_with_the_logged_episodes(run_main):
     lines = [json.loads(line) for line in (folder / "episodes.jsonl").read_text().splitlines()]
     played = [line for line in lines if line["split"] == "train"]
     assert [line["group"] for line in played] == [0, 0, 0, 1, 1, 1, 2, 2, 2]
+    assert len({(line["group"], line["task_id"]) for line in played}) == 3
     mean = lambda values: pytest.approx([sum(values) / len(played)])  # noqa: E731
     assert scalar(folder, "charts/episodic_return") == mean([sum(line["rewards"]) for line in played])
     assert scalar(folder, "charts/episodic_length") == mean([len(line["actions"]) for line in played])

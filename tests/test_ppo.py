@@ -1,5 +1,6 @@
 """PPO's advantages, values and loss: closed forms, on the file's own functions."""
 
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -126,6 +127,8 @@ def test_clipped_surrogate_and_clipped_value_loss():
     value = 0.5 * (0.9**2 + 0.8**2 + 1.5**2) / 3  # the larger of the plain and the clipped error
     assert loss.item() == pytest.approx((policy + value).item()) and sums["clipfrac"] == 2
     assert sums["approx_kl"].item() == pytest.approx((ratio - 1 - log).sum().item())
+    loss, _ = loss_of(log.tolist(), [1.0] * 3, [-1.0] * 3, [1.0] * 3, vf_coef=0.0)
+    assert loss.item() == pytest.approx((ratio[0] + ratio[1] + 0.8).item() / 3)  # A < 0: clipped below 1 - c alone
 
 
 def test_policy_waits_while_the_critic_warms_up():
@@ -133,3 +136,20 @@ def test_policy_waits_while_the_critic_warms_up():
     loss, sums = loss_of(*arguments, critic_warmup=6)
     assert loss.item() == pytest.approx(sums["value_loss"].item())
     assert loss_of(*arguments, critic_warmup=5)[0].item() != pytest.approx(sums["value_loss"].item())
+
+
+def test_what_stands_outside_the_mask_is_ignored():
+    """Padding and observations may hold anything, without an overflow in exp and without a gradient."""
+    results = []
+    mask = torch.tensor([[False, True, False, True]])
+    for junk in (0.0, 1000.0):
+        inside = {"new_logprobs": -0.3, "logprobs": -0.5, "values": 0.1, "new_values": 0.2, "returns": 1.0}
+        batch = {"response_mask": mask, "advantages": mask * 1.5, "num_tokens": 2, "num_episodes": 1, "iteration": 5}
+        for i, (name, value) in enumerate(inside.items()):
+            batch[name] = torch.where(mask, value, (-1) ** i * junk).double().requires_grad_()
+        loss, sums = ppo.compute_loss(batch, make_args())
+        gradients = torch.autograd.grad(loss, [batch["new_logprobs"], batch["new_values"]])
+        results.append(
+            [loss.item(), *(sums[name].item() for name in sorted(sums)), *torch.cat(gradients, 1)[0].tolist()]
+        )
+    assert results[0] == pytest.approx(results[1]) and all(map(math.isfinite, results[1]))

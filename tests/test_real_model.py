@@ -11,6 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import envs
+import launch
 import rloo_multiturn as rloo
 
 
@@ -38,7 +39,7 @@ def smollm2(tmp_path_factory):
 @pytest.mark.slow
 def test_pretrained_instruct_model_plays_and_learns_from_one_batch(smollm2):
     args = rloo.Args(model=str(smollm2), env="alfworld", max_turns=2, num_groups=1, group_size=2)
-    model, chat = rloo.load_model(args.model)
+    model, chat = launch.load_model(args.model)
     assert chat.tokenizer.decode([chat.eot_id]) == "<|im_end|>" and not chat.rewrites_history
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
     laid_out = chat.prompt("a") + chat.action("b") + chat.follow_up("c", ended=True)

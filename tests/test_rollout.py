@@ -7,6 +7,7 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, MistralConfig, MistralForCausalLM
 
+import launch
 import rloo_multiturn as rloo
 from envs import Task, UserError
 
@@ -153,6 +154,38 @@ def test_temperature_zero_takes_the_most_likely_token(random_model, chat, script
         assert logits[t - 1].argmax() == batch["input_ids"][0, t]
 
 
+@pytest.mark.parametrize("temperature", [0.5, 1.0])
+def test_actions_are_drawn_from_the_tempered_softmax(random_model, chat, scripted_vec, temperature):
+    n, args = 3000, make_args(max_turns=1, max_action_tokens=1)
+    tasks = [Task("textworld", "scripted", i) for i in range(n)]
+    rng, vec = torch.Generator().manual_seed(0), scripted_vec([["A cellar."]] * n)
+    batch, _ = rloo.rollout(random_model, chat, vec, tasks, args, temperature, rng)
+    drawn = batch["input_ids"][batch["response_mask"]]
+    prompt = torch.tensor([chat.prompt("A cellar.")])
+    p = torch.softmax(random_model(prompt).logits[0, -1] / temperature, -1).detach()
+    for token in p.topk(5).indices.tolist():
+        error = (p[token] * (1 - p[token]) / n) ** 0.5
+        assert (drawn == token).float().mean().item() == pytest.approx(p[token].item(), abs=4 * error.item())
+    assert p.max() > 0.01  # uniform draws would be seen
+
+
+def test_evaluation_has_a_temperature_of_its_own_and_an_interval(monkeypatch):
+    """Wilson's interval for 50 of 100 is 0.404 to 0.596; an episode with an infrastructure error is not among them."""
+    temperatures = []
+
+    def played(model, chat, vec, tasks, args, temperature, generator):
+        temperatures.append(temperature)
+        episodes = [{"won": i < 50, "rewards": [float(i < 50)] * 2, "infra_error": None} for i in range(100)]
+        return {}, [*episodes, {"won": False, "rewards": [0.0], "infra_error": "the worker died"}]
+
+    monkeypatch.setattr(rloo, "rollout", played)
+    args = make_args(eval_temperature=0.4, seed=1)
+    scores, episodes = rloo.evaluate(SimpleNamespace(device="cpu"), None, None, None, args)
+    assert temperatures == [0.4] and len(episodes) == 100
+    expected = {"success_rate": 0.5, "low": 0.4038, "high": 0.5962, "episodic_return": 1.0, "episodic_length": 2.0}
+    assert scores == pytest.approx(expected, abs=1e-4)
+
+
 def test_token_logprobs_are_those_of_the_tempered_softmax(random_model, chat, scripted_vec):
     args = make_args(temperature=0.5)
     batch, _ = play(random_model, chat, scripted_vec(TURNS), args)
@@ -190,20 +223,21 @@ def test_gradient_depends_on_neither_microbatches_nor_padding_nor_order(random_m
     padded = {
         k: torch.nn.functional.pad(x, (0, 17)) if x.dim() == 2 and k != "rewards" else x for k, x in batch.items()
     }
-    padded["input_ids"][:, longest:] = 7  # whatever the padding is
+    padded["input_ids"][~padded["attention_mask"]] = 7  # whatever the padding is
     assert torch.allclose(gradient(random_model, padded, args), whole, atol=1e-5)
 
 
 def test_loss_ignores_observation_tokens_as_targets(random_model, chat, scripted_vec):
-    """Only action tokens are targets: an observation that nothing was sampled after can be anything."""
+    """An observation token is read by what comes after it, and is no target itself."""
     args = make_args()
     batch, _ = play(random_model, chat, scripted_vec(TURNS), args)
     mask = batch["response_mask"]
-    before = rloo.token_logprobs(random_model, batch["input_ids"], mask, args)[0]
-    last = int(mask[2].nonzero()[-1])
-    batch["input_ids"][2, last + 1 :] = 9
-    after = rloo.token_logprobs(random_model, batch["input_ids"], mask, args)[0]
-    assert torch.equal(before, after)
+    before = rloo.token_logprobs(random_model, batch["input_ids"], mask, args)[0][2]
+    t = max(t for t in (~mask[2]).nonzero().flatten().tolist() if mask[2, t:].any())  # the last one that is read
+    batch["input_ids"][2, t] = 9
+    after = rloo.token_logprobs(random_model, batch["input_ids"], mask, args)[0][2]
+    assert after[t] == 0 and torch.allclose(before[:t], after[:t], atol=1e-6)
+    assert (before[t + 1 :] - after[t + 1 :]).abs().max() > 1e-3
 
 
 def test_model_whose_attention_forgets_is_refused(chat, tmp_path):
@@ -215,5 +249,5 @@ def test_model_whose_attention_forgets_is_refused(chat, tmp_path):
         chat.tokenizer.save_pretrained(tmp_path / str(window))
     MistralForCausalLM(MistralConfig(sliding_window=None, **sizes)).save_pretrained(tmp_path / "None")
     with pytest.raises(UserError, match="sliding or linear attention"):  # before the weights are looked for
-        rloo.load_model(str(tmp_path / "16"))
-    rloo.load_model(str(tmp_path / "None"))
+        launch.load_model(str(tmp_path / "16"))
+    launch.load_model(str(tmp_path / "None"))

@@ -5,7 +5,9 @@ beforehand.
 """
 
 import itertools
+import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +19,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 import envs
 import grpo_multiturn
+import launch
 import ppo_multiturn
 import rloo_multiturn
 
@@ -43,7 +46,7 @@ def updates(tmp_path_factory):
     """Weights and metrics of two iterations on one batch, {(algorithm, number of processes): (weights, metrics)}."""
     folder = tmp_path_factory.mktemp("scale")
     args = rloo_multiturn.Args(**SIZES)
-    model, chat = rloo_multiturn.load_model(args.model)
+    model, chat = launch.load_model(args.model)
     tasks = envs.TaskSampler(envs.list_tasks("alfworld", "all", "train", "generated"), 1).take(3, copies=3)
     vec = envs.VecEnv(1, env="alfworld", max_turns=args.max_turns, dense_reward=True)
     rng = torch.Generator().manual_seed(1)
@@ -77,6 +80,50 @@ def test_processes_share_a_batch_and_update_as_one_would(updates, name, processe
     assert metrics.keys() == expected_metrics.keys()
     for tag in metrics.keys() - {*TIMES}:
         assert metrics[tag] == pytest.approx(expected_metrics[tag], rel=1e-4, abs=1e-6), tag
+
+
+SMALL = "--env alfworld --alfworld-data generated --max-turns 4 --eval-episodes 5 --num-workers 1".split()
+
+
+def test_checkpoint_of_two_processes_is_an_ordinary_model_and_one_of_them_alone_writes(tmp_path):
+    sizes = "--num-iterations 2 --num-groups 3 --group-size 3 --save-freq 1 --max-turns 12 --dense-reward"
+    arguments = [*SMALL, *sizes.split()]
+    done = torchrun(2, tmp_path, *arguments, script=ROOT / "rloo_multiturn.py")
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count("iteration 2/2: success") == 1
+    (run,) = (tmp_path / "runs").iterdir()
+    assert sorted(x.name for x in run.glob("iteration_*")) == ["iteration_000001", "iteration_000002"]
+    lines = [json.loads(line) for line in (run / "episodes.jsonl").read_text().splitlines()]
+    played = [line for line in lines if line["split"] == "train" and line["iteration"] == 1]
+    assert [line["group"] for line in played] == [0, 0, 0, 1, 1, 1, 2, 2, 2]
+    assert len({(line["group"], line["task_id"]) for line in played}) == 3
+    assert len({tuple(line["actions"]) for line in played}) > 5  # the processes do not share random numbers
+    (first, _), (last, _) = (launch.load_model(str(run / f"iteration_00000{i}")) for i in (1, 2))
+    assert type(last).__name__ == "LlamaForCausalLM"
+    assert any(not torch.equal(a, b) for a, b in zip(first.parameters(), last.parameters(), strict=True))
+    arguments = [*SMALL, "--model", run / "iteration_000002", "--num-demos", 5, "--batch-size", 2, "--max-turns", 40]
+    done = torchrun(2, tmp_path, *arguments, script=ROOT / "sft.py")
+    assert done.returncode == 0, done.stderr[-3000:]
+    launch.load_model(str(next((tmp_path / "runs").glob("*sft*")) / "sft"))
+
+
+def test_process_that_dies_ends_the_job_and_is_named(tmp_path):
+    script = tmp_path / "dies.py"
+    script.write_text(
+        "import os, rloo_multiturn\n"
+        "score = rloo_multiturn.compute_advantages\n"
+        "rloo_multiturn.compute_advantages = lambda *x: os._exit(7) if os.environ['RANK'] == '1' else score(*x)\n"
+        "sizes = dict(env='alfworld', alfworld_data='generated', max_turns=2, eval_episodes=2, num_groups=2)\n"
+        "rloo_multiturn.main(rloo_multiturn.Args(**sizes, group_size=2, num_workers=1))\n"
+    )
+    done = torchrun(2, tmp_path, script=script)
+    assert done.returncode == 1
+    assert re.search(r"rank\s*: 1 .*\n\s*exitcode\s*: 7", done.stderr), done.stderr[-3000:]
+
+
+def test_more_processes_than_episodes_are_refused(tmp_path):
+    done = torchrun(3, tmp_path, *SMALL, "--eval-episodes", 2, script=ROOT / "rloo_multiturn.py")
+    assert "error: 3 processes are too many to share 2 episodes" in done.stderr and done.returncode == 1
 
 
 if __name__ == "__main__":

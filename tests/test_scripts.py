@@ -19,10 +19,12 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from transformers import AutoModelForCausalLM
 
 import grpo_multiturn
+import launch
 import ppo_multiturn
 import rloo_multiturn
 import sft
 from benchmark import learning_curves
+from envs import UserError
 
 ROOT = Path(__file__).resolve().parents[1]
 SIBLINGS = {
@@ -38,7 +40,7 @@ BUDGETS = {
     "ppo_multiturn.py": (700, 9, 2),  # one more function: the critic's values
     "sft.py": (350, 8, 2),
     "envs.py": (400, 8, 4),
-    "launch.py": (200, 8, 2),
+    "launch.py": (300, 10, 2),
 }
 RL_TAGS = {
     *(f"charts/{x}" for x in ("episodic_return", "success_rate", "episodic_length", "response_tokens")),
@@ -159,6 +161,8 @@ BAD = [
     ("--max-turns -1", "--max-turns -1: must be at least 1"),
     ("--temperature 0", "--temperature 0.0: must be above 0"),
     ("--learning-rate nan", "--learning-rate nan: must be above 0"),
+    ("--seed -1", "--seed -1: must be at least 0"),
+    ("--env alfworld --task all,look_at_obj_in_light", "--task all,look_at_obj_in_light: all stands alone"),
 ]
 BAD_RL = [
     ("grpo_multiturn.py", "--clip-coef 0", "--clip-coef 0.0: must be above 0"),
@@ -209,6 +213,43 @@ def test_model_without_chat_template_is_refused_with_a_remedy(tmp_path, tokenize
     bare.save_pretrained(tmp_path / "bare")
     random_model.save_pretrained(tmp_path / "bare")
     assert_refused(run(tmp_path, "rloo_multiturn.py", "--model bare"), "no chat template; take an instruct model")
+
+
+def test_folder_of_a_run_is_no_model_and_its_subfolders_are_named(tmp_path):
+    (tmp_path / "run").mkdir()
+    assert_refused(
+        run(tmp_path, "rloo_multiturn.py", "--model run"), "has no config.json; a run's models are in its sub"
+    )
+
+
+@pytest.mark.parametrize("damage", ["weights", "sizes", "template"])
+def test_damaged_model_is_refused_in_one_line(tmp_path, tokenizer, random_model, damage):
+    random_model.save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    if damage == "weights":
+        (tmp_path / "model" / "model.safetensors").write_bytes(b"half a file")
+    if damage == "sizes":
+        random_model.config.hidden_size = 64
+        random_model.config.save_pretrained(tmp_path / "model")
+    if damage == "template":
+        (tmp_path / "model" / "chat_template.jinja").write_text("{% for message in messages %}")
+    with pytest.raises(UserError, match=r"^--model \S+: cannot be loaded \(.+"):
+        launch.load_model(str(tmp_path / "model"))
+
+
+def test_cache_that_cannot_be_made_is_named(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("MULTITURN_RL_CACHE", str(tmp_path / "file"))
+    assert_refused(run(tmp_path, "sft.py", ""), f"cannot keep games in {tmp_path / 'file' / 'textworld'}")
+
+
+def test_run_without_git_says_no_commit(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", "")
+    args = rloo_multiturn.Args()
+    launch.Run(args).close()
+    (about,) = (tmp_path / "runs").glob("*/args.json")
+    assert json.loads(about.read_text())["commit"] is None
 
 
 def test_unknown_option_is_refused_by_the_parser(tmp_path):

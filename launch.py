@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from dataclasses import asdict
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
@@ -21,7 +22,7 @@ import torch
 import torch.distributed as dist
 import transformers
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.tensorboard import SummaryWriter
 
 import envs
@@ -71,42 +72,38 @@ def add_up(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-def shard(model: torch.nn.Module, device: torch.device, dtype: str) -> torch.nn.Module:
+def shard(model: torch.nn.Module, device: torch.device, args, plays: bool = False) -> torch.nn.Module:
     """Moves a float32 model to the device, and spreads it over the processes by PyTorch's FSDP2, block by block.
 
-    Weights, gradients and optimizer state lie spread, in float32. The first forward pass gathers the weights, in
-    `dtype`, and they stay until `synchronised` or `release` lets them go: in between nobody waits for anybody, so
-    processes may sample different numbers of tokens and pass different numbers of micro-batches.
+    Weights, gradients and optimizer state lie spread, in float32; a forward pass gathers a block's weights, in
+    `args.dtype`, and lets them go. Those of a model that `plays` stay until a backward pass, so that the processes may
+    sample different numbers of tokens without waiting for each other.
     """
-    if not dist.is_initialized():
-        return model.to(device)
-    policy = MixedPrecisionPolicy(param_dtype=getattr(torch, dtype), reduce_dtype=torch.float32)
     blocks = [module for module in model.modules() if type(module).__name__ in model._no_split_modules]
-    for module in (*blocks, model):
-        fully_shard(module, reshard_after_forward=False, mp_policy=policy)
-        module.set_gradient_divide_factor(1.0)  # gradients are added: `compute_loss` has divided by the whole's counts
-        module.set_force_sum_reduction_for_comms(True)
+    if args.gradient_checkpointing:
+        for block in blocks:
+            block.forward = partial(torch.utils.checkpoint.checkpoint, block.forward, use_reentrant=False)
+    if dist.is_initialized():
+        policy = MixedPrecisionPolicy(param_dtype=getattr(torch, args.dtype), reduce_dtype=torch.float32)
+        for module in (*blocks, model):
+            fully_shard(module, reshard_after_forward=not plays, mp_policy=policy)
+            module.set_gradient_divide_factor(
+                1.0
+            )  # gradients are added: losses are divided by the whole batch's counts
+            module.set_force_sum_reduction_for_comms(True)
     return model.to(device)
 
 
-def synchronised(pieces, modules):
-    """Yields the micro-batches of an optimizer step; the last one's backward pass adds up the processes' gradients."""
-    pieces = iter(pieces)
-    piece = next(pieces)
-    while piece is not None:
-        following = next(pieces, None)
-        for module in modules if dist.is_initialized() else ():
-            module.set_requires_gradient_sync(following is None)
-            module.set_reshard_after_backward(following is None)
-        yield piece
-        piece = following
+def together(pieces, batch: dict) -> list[dict]:
+    """The micro-batches of this process, and idle ones behind them until all processes have equally many.
 
-
-def release(model: torch.nn.Module) -> None:
-    """Lets go of the gathered weights of a model that is not trained."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
+    Every pass gathers weights and adds up gradients, so all must take part in it. An idle micro-batch is one token that
+    is no action.
+    """
+    pieces = list(pieces)
+    idle = {name: x[:1, :1] if x.dim() == 2 else x[:1] for name, x in batch.items()}
+    idle["rows"] = torch.zeros(1, dtype=torch.long, device=batch["input_ids"].device)
+    return pieces + [idle] * (max(gather([len(pieces)])) - len(pieces))
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -102,6 +102,8 @@ class Args:
     """Gradient norm above which the gradient is scaled down, after the estimator; 0 never does."""
     tokens_per_microbatch: int = 8192
     """Padded tokens in one forward and backward pass at most; changes memory and speed, never the result."""
+    gradient_checkpointing: bool = False
+    """Recompute each block's activations in the backward pass: far less memory, a third more time; the same result."""
 
     # evaluation
     eval_freq: int = 5
@@ -117,8 +119,8 @@ class Args:
     # >>> ESTIMATOR: args
     update_epochs: int = 1
     """Passes over the batch."""
-    num_minibatches: int = 2
-    """Optimizer steps in a pass; every step after the first is off-policy."""
+    num_minibatches: int = 1
+    """Optimizer steps in a pass; every step after the first is off-policy, and only then does the clip act."""
     clip_coef: float = 0.2
     """Distance of the ratio from 1 beyond which a token is no longer pushed; also of the values from the old ones."""
     gae_lambda: float = 1.0
@@ -194,13 +196,10 @@ def token_values(critic, input_ids, response_mask, args) -> torch.Tensor:
 def microbatches(batch: dict, rows: torch.Tensor, args):
     """Splits rows of the batch by length into pieces of at most `tokens_per_microbatch` padded tokens.
 
-    Yields dicts of the batch's (B, T) and (B,) tensors, cut to the piece's rows and to its longest row. Without rows,
-    one token that is no action: other processes, which have rows, wait for a backward pass of this one.
+    Yields dicts of the batch's (B, T) and (B,) tensors, cut to the piece's rows and to its longest row.
     """
     lengths = batch["attention_mask"].sum(1)  # (B,)
     rows = rows[lengths[rows].argsort(descending=True, stable=True)]
-    if not len(rows):
-        yield {name: x[:1, :1] if x.dim() == 2 else x[:1] for name, x in batch.items()} | {"rows": rows.new_zeros(1)}
     while len(rows):
         T = int(lengths[rows[0]])
         piece, rows = rows.split([n := min(len(rows), max(1, args.tokens_per_microbatch // T)), len(rows) - n])
@@ -466,7 +465,7 @@ def main(args: Args) -> None:
     if (fewest := min(len(eval_tasks), args.num_groups * args.group_size)) < launch.WORLD_SIZE:
         raise envs.UserError(f"{launch.WORLD_SIZE} processes are too many to share {fewest} episodes")
     model, chat = launch.load_model(args.model)
-    reference = launch.shard(copy.deepcopy(model).requires_grad_(False), device, args.dtype) if args.kl_coef else None
+    reference = launch.shard(copy.deepcopy(model).requires_grad_(False), device, args) if args.kl_coef else None
     trained = {model: args.learning_rate}
     # >>> ESTIMATOR: critic
     # A copy of the policy with one output, the value, in place of the vocabulary's. It starts at V = 0.
@@ -476,7 +475,10 @@ def main(args: Args) -> None:
         torch.nn.init.zeros_(parameter)
     trained[critic] = args.critic_learning_rate
     # <<< ESTIMATOR
-    groups = [{"params": launch.shard(x, device, args.dtype).parameters(), "lr": rate} for x, rate in trained.items()]
+    groups = [
+        {"params": launch.shard(module, device, args, plays=module is model).parameters(), "lr": learning_rate}
+        for module, learning_rate in trained.items()
+    ]
     optimizer = torch.optim.AdamW(groups, weight_decay=0.0)
     scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0 if args.anneal_lr else 1.0, args.num_iterations)
 
@@ -516,7 +518,7 @@ def main(args: Args) -> None:
         # 5. Score: log-probabilities under the current and the reference policy, by the path that the update takes.
         scored = defaultdict(partial(torch.zeros_like, batch["logprobs"]))  # (B, T) each
         with torch.no_grad():
-            for piece in microbatches(batch, launch.share(rows), args):
+            for piece in launch.together(microbatches(batch, launch.share(rows), args), batch):
                 inputs = piece["input_ids"], piece["response_mask"], args
                 at = piece["rows"], slice(piece["input_ids"].shape[1])
                 scored["logprobs"][at], scored["entropy"][at] = token_logprobs(model, *inputs)
@@ -525,8 +527,6 @@ def main(args: Args) -> None:
                 # >>> ESTIMATOR: values
                 scored["values"][at] = token_values(critic, *inputs)
                 # <<< ESTIMATOR
-        if reference:
-            launch.release(reference)
         batch["sampler_logprobs"] = batch["logprobs"]
         batch |= {name: launch.add_up(x) for name, x in scored.items()}  # 0 in the rows that other processes scored
         batch.setdefault("ref_logprobs", batch["logprobs"])
@@ -539,7 +539,7 @@ def main(args: Args) -> None:
                 num_tokens = int(response_mask[step_rows].sum())
                 counts = {"num_episodes": len(step_rows), "num_tokens": num_tokens, "iteration": iteration}
                 optimizer.zero_grad()
-                for piece in launch.synchronised(microbatches(batch, launch.share(step_rows), args), trained):
+                for piece in launch.together(microbatches(batch, launch.share(step_rows), args), batch):
                     piece["new_logprobs"], _ = token_logprobs(model, piece["input_ids"], piece["response_mask"], args)
                     # >>> ESTIMATOR: values
                     piece["new_values"] = token_values(critic, piece["input_ids"], piece["response_mask"], args)

@@ -75,6 +75,8 @@ class Args:
     """Gradient norm above which the gradient is scaled down; 0 never does."""
     tokens_per_microbatch: int = 8192
     """Padded tokens in one forward and backward pass at most; changes memory and speed, never the result."""
+    gradient_checkpointing: bool = False
+    """Recompute each block's activations in the backward pass: far less memory, a third more time; the same result."""
 
     # evaluation
     eval_episodes: int = 100
@@ -176,7 +178,7 @@ def train(model, rows, args, on_step=None) -> None:
             num_tokens = int(batch["response_mask"].sum())
             loss_sum, entropy_sum = 0.0, 0.0
             pieces = microbatches(batch, launch.share(torch.arange(len(some))), args)
-            for piece in launch.synchronised(pieces, [model]):
+            for piece in launch.together(pieces, batch):
                 logprobs, entropy = token_logprobs(model, piece["input_ids"], piece["response_mask"], args)
                 loss = -logprobs.sum() / num_tokens
                 loss.backward()
@@ -206,7 +208,7 @@ def main(args: Args) -> None:
     eval_tasks = envs.list_tasks(args.env, args.task, args.eval_split, args.alfworld_data)[: args.eval_episodes]
     print(envs.describe(demo_tasks, "demos"), envs.describe(eval_tasks, args.eval_split), sep="\n", flush=True)
     model, chat = launch.load_model(args.model)
-    launch.shard(model, device, args.dtype)
+    launch.shard(model, device, args, plays=True)
 
     # 2. The run's folder.
     run = launch.Run(args)

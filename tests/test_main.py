@@ -6,6 +6,7 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 import grpo_multiturn as grpo
 import ppo_multiturn as ppo
@@ -16,14 +17,14 @@ SIBLINGS = [rloo, grpo, ppo]
 
 @pytest.fixture
 def run_main(tmp_path, monkeypatch):
-    """Runs `main` in an empty folder with these arguments; gives the run's folder."""
+    """Runs `main` in an empty folder with these arguments; gives the folder of the run whose name holds `name`."""
 
-    def start(module, **arguments):
+    def start(module, name="__", **arguments):
         monkeypatch.chdir(tmp_path)
         small = {"num_iterations": 1, "num_groups": 2, "group_size": 3, "max_turns": 3, "eval_episodes": 1}
         small |= {"env": "alfworld", "alfworld_data": "generated", "num_workers": 1}
         module.main(module.Args(**small | arguments))
-        (folder,) = (tmp_path / "runs").iterdir()
+        (folder,) = (tmp_path / "runs").glob(f"*{name}*")
         return folder
 
     return start
@@ -59,6 +60,28 @@ def test_first_ratio_is_one(run_main, module, arguments):
     assert scalar(folder, "losses/clipfrac") == [0] and scalar(folder, "losses/approx_kl") == pytest.approx(
         [0], abs=1e-6
     )
+
+
+@pytest.mark.parametrize(("module", "others"), [(rloo, {}), (ppo, {"critic_warmup": 0})])
+def test_recomputed_activations_change_nothing(run_main, monkeypatch, module, others):
+    passes = []
+    forward = LlamaDecoderLayer.forward
+
+    def counted(*args, **kwargs):
+        passes.append(torch.is_grad_enabled())
+        return forward(*args, **kwargs)
+
+    monkeypatch.setattr(LlamaDecoderLayer, "forward", counted)
+    weights, recomputed = [], []
+    for checkpointing in (False, True):
+        passes.clear()
+        name = f"checkpointing_{checkpointing}"
+        arguments = {"max_turns": 12, "dense_reward": True, "exp_name": name} | others
+        folder = run_main(module, name, gradient_checkpointing=checkpointing, **arguments)
+        weights.append(AutoModelForCausalLM.from_pretrained(folder / "iteration_000001").state_dict())
+        recomputed.append(sum(passes))
+    assert all(torch.equal(weights[0][key], weights[1][key]) for key in weights[0])
+    assert recomputed[1] == 2 * recomputed[0]
 
 
 @pytest.mark.parametrize("module", SIBLINGS)

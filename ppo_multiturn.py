@@ -446,7 +446,7 @@ def evaluate(model, chat, vec, tasks, args) -> tuple[dict, list[dict]]:
     center, half = p + z * z / (2 * n), z * (p * (1 - p) / n + z * z / (4 * n * n)) ** 0.5
     scores = {
         "success_rate": p,
-        "low": (center - half) / (1 + z * z / n),
+        "low": max(0.0, (center - half) / (1 + z * z / n)),  # rounding may leave -0
         "high": (center + half) / (1 + z * z / n),
         "episodic_return": sum(sum(episode["rewards"]) for episode in episodes) / n,
         "episodic_length": sum(len(episode["rewards"]) for episode in episodes) / n,

@@ -126,6 +126,21 @@ def test_more_processes_than_episodes_are_refused(tmp_path):
     assert "error: 3 processes are too many to share 2 episodes" in done.stderr and done.returncode == 1
 
 
+def test_gpu_check_goes_through_on_the_cpu(tmp_path):
+    command = [sys.executable, str(ROOT / "benchmark" / "gpu_check.py"), "--smoke"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout[done.stdout.rindex("\n{\n") :])
+    assert 0 < found["speed"]["update, share of the peak"] < 1
+    assert found["main job"]["output"][-1].startswith("iteration 2: valid_unseen success")
+
+
+def test_readme_has_the_table_of_memory():
+    done = subprocess.run([sys.executable, str(ROOT / "benchmark" / "memory.py")], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() in (ROOT / "README.md").read_text()
+
+
 if __name__ == "__main__":
     name, batch_file = sys.argv[1:]
     # Plain gradient descent: Adam would blow up rounding errors of gradients that are nearly zero.

@@ -13,6 +13,7 @@ import os
 import subprocess
 import sys
 import time
+import warnings
 from dataclasses import asdict
 from functools import partial
 from importlib.metadata import version
@@ -46,6 +47,7 @@ def start(dtype: str) -> torch.device:
         dtype != "float32"
     ):  # FSDP also keeps float32 weights beside those that compute, so a single process uses it too
         dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module")  # warns of in-place changes of outputs; we make none
     if RANK > 0:
         sys.stdout = open(os.devnull, "w")
     return device

@@ -43,9 +43,7 @@ def start(dtype: str) -> torch.device:
         torch.cuda.set_device(device)
     if WORLD_SIZE > 1:
         dist.init_process_group()
-    elif (
-        dtype != "float32"
-    ):  # FSDP also keeps float32 weights beside those that compute, so a single process uses it too
+    elif dtype != "float32":  # FSDP keeps float32 weights beside those that compute: of use to one process, too
         dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
     warnings.filterwarnings("ignore", "FSDP2-wrapped module")  # warns of in-place changes of outputs; we make none
     if RANK > 0:
@@ -81,7 +79,7 @@ def shard(model: torch.nn.Module, device: torch.device, args, plays: bool = Fals
     `args.dtype`, and lets them go. Those of a model that `plays` stay until a backward pass, so that the processes may
     sample different numbers of tokens without waiting for each other.
     """
-    blocks = [module for module in model.modules() if type(module).__name__ in model._no_split_modules]
+    blocks = [module for module in model.modules() if type(module).__name__ in (model._no_split_modules or ())]
     if args.gradient_checkpointing:
         for block in blocks:
             block.forward = partial(torch.utils.checkpoint.checkpoint, block.forward, use_reentrant=False)
@@ -89,9 +87,8 @@ def shard(model: torch.nn.Module, device: torch.device, args, plays: bool = Fals
         policy = MixedPrecisionPolicy(param_dtype=getattr(torch, args.dtype), reduce_dtype=torch.float32)
         for module in (*blocks, model):
             fully_shard(module, reshard_after_forward=not plays, mp_policy=policy)
-            module.set_gradient_divide_factor(
-                1.0
-            )  # gradients are added: losses are divided by the whole batch's counts
+            # Gradients are added up, for `compute_loss` has divided by the counts of the whole batch.
+            module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
     return model.to(device)
 

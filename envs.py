@@ -264,7 +264,7 @@ class VecEnv:
                 if not alive:
                     self._replace(w, unanswered={s for s, want in queue if want})
                     queue = self.pending[w]
-        if not self.played:
+        if self.worker_of and not self.played:
             raise RuntimeError("all episodes of the batch were lost, each to the infra_error printed above")
         return answers
 

@@ -191,8 +191,8 @@ class Run:
         folder = self.folder / name
         if RANK == 0:
             first = {}  # the first name of a weight that has several (tied embeddings): saved once
-            for name, parameter in model.named_parameters(remove_duplicate=False):
-                state[name] = state[first.setdefault(parameter, name)]
+            for key, parameter in model.named_parameters(remove_duplicate=False):
+                state[key] = state[first.setdefault(parameter, key)]
             model.save_pretrained(folder.with_suffix(".part"), state_dict=state)
             tokenizer.save_pretrained(folder.with_suffix(".part"))
             folder.with_suffix(".part").rename(folder)

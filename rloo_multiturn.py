@@ -98,7 +98,7 @@ class Args:
     tokens_per_microbatch: int = 8192
     """Padded tokens in one forward and backward pass at most; changes memory and speed, never the result."""
     gradient_checkpointing: bool = False
-    """Recompute each block's activations in the backward pass: far less memory, a third more time; the same result."""
+    """Recompute each block's activations in the backward pass: less memory for one more forward pass; same result."""
 
     # evaluation
     eval_freq: int = 5

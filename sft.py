@@ -76,7 +76,7 @@ class Args:
     tokens_per_microbatch: int = 8192
     """Padded tokens in one forward and backward pass at most; changes memory and speed, never the result."""
     gradient_checkpointing: bool = False
-    """Recompute each block's activations in the backward pass: far less memory, a third more time; the same result."""
+    """Recompute each block's activations in the backward pass: less memory for one more forward pass; same result."""
 
     # evaluation
     eval_episodes: int = 100
@@ -207,6 +207,8 @@ def main(args: Args) -> None:
     demo_tasks = envs.list_tasks(args.env, args.task, "demos", args.alfworld_data)
     eval_tasks = envs.list_tasks(args.env, args.task, args.eval_split, args.alfworld_data)[: args.eval_episodes]
     print(envs.describe(demo_tasks, "demos"), envs.describe(eval_tasks, args.eval_split), sep="\n", flush=True)
+    if len(eval_tasks) < launch.WORLD_SIZE:
+        raise envs.UserError(f"{launch.WORLD_SIZE} processes are too many to share {len(eval_tasks)} episodes")
     model, chat = launch.load_model(args.model)
     launch.shard(model, device, args, plays=True)
 

@@ -126,6 +126,12 @@ def test_more_processes_than_episodes_are_refused(tmp_path):
     assert "error: 3 processes are too many to share 2 episodes" in done.stderr and done.returncode == 1
 
 
+def test_pool_plays_no_episodes_where_a_process_has_no_share():
+    vec = envs.VecEnv(1, env="alfworld", max_turns=2)
+    assert vec.reset([]) == []
+    vec.close()
+
+
 def test_gpu_check_goes_through_on_the_cpu(tmp_path):
     command = [sys.executable, str(ROOT / "benchmark" / "gpu_check.py"), "--smoke"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=500)

@@ -141,6 +141,17 @@ def test_siblings_run_and_log_their_own_metrics_too(tmp_path, script):
     assert all(math.isfinite(value) for series in logged.values() for _, value in series)
 
 
+def test_sft_leaves_out_demonstrations_longer_than_the_models_context(tmp_path, tokenizer, random_model):
+    random_model.config.max_position_embeddings = 450
+    random_model.save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    arguments = f"{SMALL} --model model --num-demos 12 --max-turns 40 --eval-episodes 1"
+    result = run(tmp_path, "sft.py", arguments)
+    assert result.returncode == 0, result.stderr
+    left_out = int(re.search(r"(\d+) demonstrations are longer than the model's context", result.stdout)[1])
+    assert 0 < left_out < 12 and f"after {12 - left_out} demonstrations" in result.stdout
+
+
 def test_sft_lowers_its_loss_and_its_checkpoint_is_a_model(tmp_path):
     common = "--max-turns 30 --eval-episodes 2 --num-demos 24 --batch-size 4 --learning-rate 3e-4 --num-epochs 2"
     result = run(tmp_path, "sft.py", f"--env alfworld --alfworld-data generated {common}")

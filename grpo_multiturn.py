@@ -90,7 +90,7 @@ class Args:
     learning_rate: float = 3e-4
     """AdamW's learning rate."""
     anneal_lr: bool = True
-    """Lower the learning rates linearly, so that they would reach 0 after the last iteration."""
+    """Lower the policy's learning rate linearly, so that it would reach 0 after the last iteration."""
     kl_coef: float = 0.001
     """Weight beta of the KL divergence from the initial policy, in units of the advantage per nat; 0 leaves it out."""
     max_grad_norm: float = 1.0
@@ -434,15 +434,11 @@ def main(args: Args) -> None:
         raise envs.UserError(f"{launch.WORLD_SIZE} processes are too many to share {fewest} episodes")
     model, chat = launch.load_model(args.model)
     reference = launch.shard(copy.deepcopy(model).requires_grad_(False), device, args) if args.kl_coef else None
-    trained = {model: args.learning_rate}
     # >>> ESTIMATOR: critic
     # GRPO has no critic.
     # <<< ESTIMATOR
-    groups = [
-        {"params": launch.shard(module, device, args, plays=module is model).parameters(), "lr": learning_rate}
-        for module, learning_rate in trained.items()
-    ]
-    optimizer = torch.optim.AdamW(groups, weight_decay=0.0)
+    model = launch.shard(model, device, args, plays=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate, weight_decay=0.0)
     scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0 if args.anneal_lr else 1.0, args.num_iterations)
 
     # 2. The run's folder, and the environments.
@@ -497,6 +493,9 @@ def main(args: Args) -> None:
 
         # 6. Update.
         sums, grad_norms, num_minibatches = defaultdict(float), [], min(args.num_minibatches, len(rows))
+        # >>> ESTIMATOR: critic
+        # GRPO has no critic.
+        # <<< ESTIMATOR
         for _ in range(args.update_epochs):
             for step_rows in rows[torch.randperm(len(rows)).to(device)].tensor_split(num_minibatches):
                 num_tokens = int(response_mask[step_rows].sum())
@@ -504,16 +503,12 @@ def main(args: Args) -> None:
                 optimizer.zero_grad()
                 for piece in launch.together(microbatches(batch, launch.share(step_rows), args), batch):
                     piece["new_logprobs"], _ = token_logprobs(model, piece["input_ids"], piece["response_mask"], args)
-                    # >>> ESTIMATOR: values
-                    # GRPO has no values.
-                    # <<< ESTIMATOR
                     loss, piece_sums = compute_loss(piece | counts, args)
                     loss.backward()
                     for name, value in piece_sums.items():
                         sums[name] += float(value)
                 max_norm = args.max_grad_norm or float("inf")
-                for group in optimizer.param_groups[::-1]:  # the policy's is the first, so its norm remains
-                    grad_norm = torch.nn.utils.clip_grad_norm_(group["params"], max_norm, error_if_nonfinite=True)
+                grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm, error_if_nonfinite=True)
                 optimizer.step()
                 grad_norms.append(float(grad_norm))
         everyones = launch.gather([sums])

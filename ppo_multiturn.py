@@ -11,7 +11,7 @@ softmax at `--temperature`; V is a value head on its own copy of the model. We d
     (4)  A_t    <- (A_t - mean(A)) / (std(A) + eps)           over the action tokens of the batch
     (5)  rho_t   = pi(t) / pi_old(t)
     (6)  L       = 1/N sum_t -min(rho_t A_t, clip(rho_t, 1 - c, 1 + c) A_t)
-                 + vf_coef / 2N sum_t max((V - returns)^2, (clip(V, V_old - c, V_old + c) - returns)^2)
+    (7)  L_V     = vf_coef / 2N sum_t max((V - returns)^2, (clip(V, V_old - c, V_old + c) - returns)^2)
 
 pi_old and V_old are policy and critic before the update, pi_ref is the policy that the run began with; N counts the
 step's action tokens; A = 0 after the last token, as V; beta, lambda, c: --kl-coef, --gae-lambda, --clip-coef; eps 1e-8.
@@ -95,7 +95,7 @@ class Args:
     learning_rate: float = 3e-4
     """AdamW's learning rate."""
     anneal_lr: bool = True
-    """Lower the learning rates linearly, so that they would reach 0 after the last iteration."""
+    """Lower the policy's learning rate linearly, so that it would reach 0 after the last iteration."""
     kl_coef: float = 0.001
     """Weight beta of the KL divergence from the initial policy, in units of the advantage per nat; 0 leaves it out."""
     max_grad_norm: float = 1.0
@@ -128,9 +128,11 @@ class Args:
     whiten_advantages: bool = True
     """Subtract the mean and divide by the standard deviation of the batch's advantages."""
     vf_coef: float = 1.0
-    """Weight of the value loss."""
+    """Weight of the value loss; the critic has weights of its own, so it acts through --max-grad-norm alone."""
     critic_learning_rate: float = 1e-3
     """AdamW's learning rate of the critic; the default suits the embedded model, 1e-5 one of 1.5 B parameters."""
+    critic_steps: int = 8
+    """Optimizer steps of the critic in an iteration, each on its part of the batch."""
     critic_warmup: int = 2
     """First iterations in which the critic alone is trained."""
     # <<< ESTIMATOR
@@ -146,7 +148,7 @@ class Args:
         envs.check(self, "temperature learning_rate tokens_per_microbatch", above=0)
         envs.check(self, "group_size", at_least=2)  # an episode is compared with others on its task
         # >>> ESTIMATOR: checks
-        envs.check(self, "update_epochs num_minibatches", at_least=1)
+        envs.check(self, "update_epochs num_minibatches critic_steps", at_least=1)
         envs.check(self, "clip_coef critic_learning_rate", above=0)
         envs.check(self, "vf_coef critic_warmup gae_lambda", at_least=0)
         if self.gae_lambda > 1:
@@ -188,6 +190,19 @@ def token_values(critic, input_ids, response_mask, args) -> torch.Tensor:
     outputs = critic(input_ids, position_ids=positions, use_cache=False).logits.squeeze(-1).float()  # (B, T)
     # The output at t - 1 has read the history before token t. Column 0 is no action token, so nothing wraps around.
     return outputs.roll(1, dims=1) * response_mask
+
+
+def compute_value_loss(new_values, batch: dict, args) -> torch.Tensor:
+    """The critic's loss on a micro-batch, in units of reward squared: eq. (7) for its part of the step's tokens.
+
+    new_values (B, T) with gradient; the batch has values, those from before the iteration, returns and response_mask,
+    (B, T), and num_tokens, the whole step's count of action tokens.
+    """
+    values, returns = batch["values"], batch["returns"]
+    # A value gains nothing from moving further than clip_coef from the old one in one iteration.
+    near = values + (new_values - values).clamp(-args.clip_coef, args.clip_coef)  # (B, T)
+    error = torch.maximum((new_values - returns) ** 2, (near - returns) ** 2) * batch["response_mask"]  # (B, T)
+    return args.vf_coef * 0.5 * error.sum() / batch["num_tokens"]
 
 
 # <<< ESTIMATOR
@@ -417,18 +432,10 @@ def compute_loss(batch: dict, args) -> tuple[torch.Tensor, dict]:
     clipped = ratio.clamp(1 - args.clip_coef, 1 + args.clip_coef)
     # Biased: N, the step's own number of action tokens, depends on the actions. Eq. (6)
     policy_loss = -(torch.minimum(ratio * advantages, clipped * advantages) * mask).sum() / N
-    new_values, values, returns = batch["new_values"], batch["values"], batch["returns"]
-    # A value gains nothing from moving further than clip_coef from the old one in one iteration. Eq. (6)
-    near = values + (new_values - values).clamp(-args.clip_coef, args.clip_coef)  # (B, T)
-    error = torch.maximum((new_values - returns) ** 2, (near - returns) ** 2) * mask  # (B, T)
-    value_loss = 0.5 * error.sum() / N
-    loss = args.vf_coef * value_loss
-    # The policy waits until the critic has seen some returns: without a gradient, for zeros would age AdamW's averages.
-    if batch["iteration"] >= args.critic_warmup:
-        loss = loss + policy_loss
-    sums = {"policy_loss": policy_loss, "value_loss": value_loss}
-    sums |= {"ratio": ratio * mask, "approx_kl": ratio - 1 - log_ratio, "clipfrac": clipped != ratio}
-    return loss, {name: value.detach().sum() for name, value in sums.items()}
+    # The policy waits until the critic has seen some returns. (AdamW counts the zeros, so its first steps are shorter.)
+    loss = policy_loss * (batch["iteration"] >= args.critic_warmup)
+    sums = {"policy_loss": policy_loss, "ratio": ratio * mask, "approx_kl": ratio - 1 - log_ratio}
+    return loss, {name: value.detach().sum() for name, value in (sums | {"clipfrac": clipped != ratio}).items()}
     # <<< ESTIMATOR
 
 
@@ -466,20 +473,17 @@ def main(args: Args) -> None:
         raise envs.UserError(f"{launch.WORLD_SIZE} processes are too many to share {fewest} episodes")
     model, chat = launch.load_model(args.model)
     reference = launch.shard(copy.deepcopy(model).requires_grad_(False), device, args) if args.kl_coef else None
-    trained = {model: args.learning_rate}
     # >>> ESTIMATOR: critic
     # A copy of the policy with one output, the value, in place of the vocabulary's. It starts at V = 0.
     critic = copy.deepcopy(model)
     critic.set_output_embeddings(torch.nn.Linear(model.config.hidden_size, 1))
     for parameter in critic.get_output_embeddings().parameters():
         torch.nn.init.zeros_(parameter)
-    trained[critic] = args.critic_learning_rate
+    critic = launch.shard(critic, device, args)
+    critic_optimizer = torch.optim.AdamW(critic.parameters(), lr=args.critic_learning_rate, weight_decay=0.0)
     # <<< ESTIMATOR
-    groups = [
-        {"params": launch.shard(module, device, args, plays=module is model).parameters(), "lr": learning_rate}
-        for module, learning_rate in trained.items()
-    ]
-    optimizer = torch.optim.AdamW(groups, weight_decay=0.0)
+    model = launch.shard(model, device, args, plays=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate, weight_decay=0.0)
     scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0 if args.anneal_lr else 1.0, args.num_iterations)
 
     # 2. The run's folder, and the environments.
@@ -534,6 +538,21 @@ def main(args: Args) -> None:
 
         # 6. Update.
         sums, grad_norms, num_minibatches = defaultdict(float), [], min(args.num_minibatches, len(rows))
+        # >>> ESTIMATOR: critic
+        # The critic takes several steps on the batch while the policy takes one: it fits returns, which stay what they
+        # are when it moves, as a policy's samples do not.
+        for step_rows in rows[torch.randperm(len(rows)).to(device)].tensor_split(min(args.critic_steps, len(rows))):
+            num_tokens = int(response_mask[step_rows].sum())
+            critic_optimizer.zero_grad()
+            for piece in launch.together(microbatches(batch, launch.share(step_rows), args), batch):
+                new_values = token_values(critic, piece["input_ids"], piece["response_mask"], args)
+                value_loss = compute_value_loss(new_values, piece | {"num_tokens": num_tokens}, args)
+                value_loss.backward()
+                sums["value_loss"] += float(value_loss.detach()) * num_tokens
+            max_norm = args.max_grad_norm or float("inf")
+            torch.nn.utils.clip_grad_norm_(critic.parameters(), max_norm, error_if_nonfinite=True)
+            critic_optimizer.step()
+        # <<< ESTIMATOR
         for _ in range(args.update_epochs):
             for step_rows in rows[torch.randperm(len(rows)).to(device)].tensor_split(num_minibatches):
                 num_tokens = int(response_mask[step_rows].sum())
@@ -541,16 +560,12 @@ def main(args: Args) -> None:
                 optimizer.zero_grad()
                 for piece in launch.together(microbatches(batch, launch.share(step_rows), args), batch):
                     piece["new_logprobs"], _ = token_logprobs(model, piece["input_ids"], piece["response_mask"], args)
-                    # >>> ESTIMATOR: values
-                    piece["new_values"] = token_values(critic, piece["input_ids"], piece["response_mask"], args)
-                    # <<< ESTIMATOR
                     loss, piece_sums = compute_loss(piece | counts, args)
                     loss.backward()
                     for name, value in piece_sums.items():
                         sums[name] += float(value)
                 max_norm = args.max_grad_norm or float("inf")
-                for group in optimizer.param_groups[::-1]:  # the policy's is the first, so its norm remains
-                    grad_norm = torch.nn.utils.clip_grad_norm_(group["params"], max_norm, error_if_nonfinite=True)
+                grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm, error_if_nonfinite=True)
                 optimizer.step()
                 grad_norms.append(float(grad_norm))
         everyones = launch.gather([sums])
@@ -587,7 +602,7 @@ def main(args: Args) -> None:
         # >>> ESTIMATOR: metrics
         for name in ("ratio", "approx_kl", "clipfrac"):
             metrics[f"losses/{name}"] = sums[name] / (num_tokens * args.update_epochs)
-        metrics["losses/value_loss"] = sums["value_loss"] / len(grad_norms)
+        metrics["losses/value_loss"] = sums["value_loss"] / num_tokens
         returns, residual = batch["returns"][response_mask], (batch["returns"] - batch["values"])[response_mask]
         if returns.var() > 1e-4:  # otherwise there is nothing to explain but the KL penalty
             metrics["losses/explained_variance"] = 1 - residual.var() / returns.var()

@@ -190,7 +190,7 @@ def ppo_estimate(values, token_mean: bool = False):
 
     def estimate(module, batch, theta, args):
         batch["values"] = torch.where(batch["response_mask"], values[batch["context"].clamp(min=0)], 0.0)
-        batch = batch | {"new_values": batch["values"]} | module.compute_advantages(batch, args)
+        batch = batch | module.compute_advantages(batch, args)
         N = int(batch["response_mask"].sum()) / 3 if token_mean else len(batch["valid"])
         counts = {"num_tokens": N, "num_episodes": len(batch["valid"]), "iteration": args.critic_warmup}
         loss, _ = module.compute_loss(batch | counts, args)

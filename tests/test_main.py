@@ -32,11 +32,13 @@ def run_main(tmp_path, monkeypatch):
 
 @pytest.fixture
 def steps(monkeypatch):
-    """The policy's learning rate in every optimizer step."""
-    rates, step = [], torch.optim.AdamW.step
+    """The learning rate in every optimizer step, of the policy and of the critic."""
+    rates, step = {"policy": [], "critic": []}, torch.optim.AdamW.step
 
     def record(optimizer, *args, **kwargs):
-        rates.append(optimizer.param_groups[0]["lr"])
+        (group,) = optimizer.param_groups
+        is_critic = any(parameter.shape == (1,) for parameter in group["params"])  # the bias of the value
+        rates["critic" if is_critic else "policy"].append(group["lr"])
         return step(optimizer, *args, **kwargs)
 
     monkeypatch.setattr(torch.optim.AdamW, "step", record)
@@ -50,7 +52,12 @@ def scalar(folder, tag):
 @pytest.mark.parametrize("module", [grpo, ppo])
 def test_a_pass_takes_exactly_as_many_optimizer_steps_as_asked(run_main, steps, module):
     run_main(module, update_epochs=2, num_minibatches=4)  # of 6 episodes: pieces of 2, 2, 1, 1
-    assert len(steps) == 2 * 4
+    assert len(steps["policy"]) == 2 * 4
+
+
+def test_critic_takes_its_own_number_of_steps(run_main, steps):
+    run_main(ppo, critic_steps=4, critic_learning_rate=2e-3, num_iterations=2)
+    assert steps["critic"] == [2e-3] * 8 and len(steps["policy"]) == 2
 
 
 @pytest.mark.parametrize(("module", "arguments"), [(grpo, {}), (ppo, {"critic_warmup": 0})])
@@ -88,13 +95,13 @@ def test_recomputed_activations_change_nothing(run_main, monkeypatch, module, ot
 def test_learning_rate_falls_linearly_and_would_reach_zero_after_the_last_iteration(run_main, steps, module):
     folder = run_main(module, num_iterations=4, learning_rate=1e-4, num_groups=1, max_turns=2)
     expected = [1e-4, 0.75e-4, 0.5e-4, 0.25e-4]
-    assert sorted(set(steps), reverse=True) == pytest.approx(expected)
+    assert steps["policy"] == pytest.approx(expected)
     assert scalar(folder, "charts/learning_rate") == pytest.approx(expected)
 
 
 def test_learning_rate_stays_without_annealing(run_main, steps):
     run_main(rloo, num_iterations=3, learning_rate=1e-4, num_groups=1, max_turns=2, anneal_lr=False)
-    assert steps == [1e-4] * 3
+    assert steps["policy"] == [1e-4] * 3
 
 
 @pytest.mark.parametrize("module", SIBLINGS)
@@ -108,7 +115,7 @@ def test_gradient_that_is_not_finite_stops_the_run_before_the_step(run_main, ste
     monkeypatch.setattr(module, "compute_loss", broken)
     with pytest.raises(RuntimeError, match="non-finite"):
         run_main(module)
-    assert steps == [] and not list(tmp_path.glob("runs/*/iteration_*"))
+    assert steps["policy"] == [] and not list(tmp_path.glob("runs/*/iteration_*"))
 
 
 def test_critic_starts_at_zero_and_learns_while_the_policy_waits(run_main, monkeypatch):

@@ -110,32 +110,43 @@ def test_value_is_of_the_history_before_its_token(tokenizer):
     assert values.tolist() == [[0, 0, 2, 3, 0, 5]]  # before token t, t tokens have been read
 
 
-def loss_of(new_logprobs, new_values, advantages, returns, **changes):
+def row(x):
+    return torch.tensor([x], dtype=torch.float64)
+
+
+def loss_of(new_logprobs, advantages, **changes):
     mask = torch.ones(1, len(new_logprobs), dtype=torch.bool)
-    row = lambda x: torch.tensor([x], dtype=torch.float64)  # noqa: E731
     batch = {"response_mask": mask, "new_logprobs": row(new_logprobs), "logprobs": row([0.0] * len(new_logprobs))}
-    batch |= {"values": row([0.0] * len(new_values)), "new_values": row(new_values), "returns": row(returns)}
     batch |= {"advantages": row(advantages), "num_tokens": len(new_logprobs), "num_episodes": 1, "iteration": 5}
     return ppo.compute_loss(batch, make_args(**changes))
 
 
-def test_clipped_surrogate_and_clipped_value_loss():
+def test_clipped_surrogate():
     log = torch.tensor([0.1, 0.5, -0.5], dtype=torch.float64)
-    loss, sums = loss_of(log.tolist(), [0.1, 0.5, -0.5], [1.0, 1.0, 1.0], [1.0, 1.0, 1.0])
+    loss, sums = loss_of(log.tolist(), [1.0, 1.0, 1.0])
     ratio = log.exp()
     policy = -(ratio[0] + 1.2 + ratio[2]) / 3  # above 1 + c: clipped; below 1 - c with A > 0: not
-    value = 0.5 * (0.9**2 + 0.8**2 + 1.5**2) / 3  # the larger of the plain and the clipped error
-    assert loss.item() == pytest.approx((policy + value).item()) and sums["clipfrac"] == 2
+    assert loss.item() == pytest.approx(policy.item()) and sums["clipfrac"] == 2
     assert sums["approx_kl"].item() == pytest.approx((ratio - 1 - log).sum().item())
-    loss, _ = loss_of(log.tolist(), [1.0] * 3, [-1.0] * 3, [1.0] * 3, vf_coef=0.0)
+    loss, _ = loss_of(log.tolist(), [-1.0] * 3)
     assert loss.item() == pytest.approx((ratio[0] + ratio[1] + 0.8).item() / 3)  # A < 0: clipped below 1 - c alone
 
 
+def test_clipped_value_loss():
+    batch = {"values": row([0.0] * 4), "returns": row([1.0] * 4), "num_tokens": 6}  # another micro-batch has two more
+    batch["response_mask"] = torch.tensor([[True, True, True, False]])
+    new_values = row([0.1, 0.5, -0.5, 9.0])
+    for vf_coef in (1.0, 0.3):
+        loss = ppo.compute_value_loss(new_values, batch, make_args(vf_coef=vf_coef))
+        # The larger of the plain and the clipped error, c = 0.2.
+        assert loss.item() == pytest.approx(vf_coef * 0.5 * (0.9**2 + 0.8**2 + 1.5**2) / 6)
+
+
 def test_policy_waits_while_the_critic_warms_up():
-    arguments = ([0.1], [0.5], [1.0], [1.0])
-    loss, sums = loss_of(*arguments, critic_warmup=6)
-    assert loss.item() == pytest.approx(sums["value_loss"].item())
-    assert loss_of(*arguments, critic_warmup=5)[0].item() != pytest.approx(sums["value_loss"].item())
+    loss, sums = loss_of([0.1], [1.0], critic_warmup=6)
+    assert loss.item() == 0 and sums["policy_loss"].item() != 0
+    loss, sums = loss_of([0.1], [1.0], critic_warmup=5)
+    assert loss.item() == sums["policy_loss"].item()
 
 
 def test_what_stands_outside_the_mask_is_ignored():
@@ -148,8 +159,8 @@ def test_what_stands_outside_the_mask_is_ignored():
         for i, (name, value) in enumerate(inside.items()):
             batch[name] = torch.where(mask, value, (-1) ** i * junk).double().requires_grad_()
         loss, sums = ppo.compute_loss(batch, make_args())
-        gradients = torch.autograd.grad(loss, [batch["new_logprobs"], batch["new_values"]])
-        results.append(
-            [loss.item(), *(sums[name].item() for name in sorted(sums)), *torch.cat(gradients, 1)[0].tolist()]
-        )
+        value_loss = ppo.compute_value_loss(batch["new_values"], batch, make_args())
+        gradients = torch.autograd.grad(loss + value_loss, [batch["new_logprobs"], batch["new_values"]])
+        numbers = [loss.item(), value_loss.item(), *(sums[name].item() for name in sorted(sums))]
+        results.append(numbers + torch.cat(gradients, 1)[0].tolist())
     assert results[0] == pytest.approx(results[1]) and all(map(math.isfinite, results[1]))

@@ -150,6 +150,6 @@ def test_readme_has_the_table_of_memory():
 if __name__ == "__main__":
     name, batch_file = sys.argv[1:]
     # Plain gradient descent: Adam would blow up rounding errors of gradients that are nearly zero.
-    torch.optim.AdamW = lambda groups, weight_decay: torch.optim.SGD(groups)
+    torch.optim.AdamW = lambda weights, lr, weight_decay: torch.optim.SGD(weights, lr)
     MODULES[name].rollout = lambda *_: torch.load(batch_file, weights_only=False)
     MODULES[name].main(MODULES[name].Args(**SIZES | EXTRA[name]))

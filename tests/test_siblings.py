@@ -14,7 +14,7 @@ import rloo_multiturn
 ROOT = Path(__file__).resolve().parents[1]
 OPEN, CLOSE = re.compile(r"^\s*# >>> ESTIMATOR: (\w+)$"), re.compile(r"^\s*# <<< ESTIMATOR$")
 SIBLINGS = {"grpo_multiturn.py": grpo_multiturn, "ppo_multiturn.py": ppo_multiturn}
-ORDER = ["args", "checks", "critic", "advantage", "loss", "critic", "values", "values", "metrics"]
+ORDER = ["args", "checks", "critic", "advantage", "loss", "critic", "values", "critic", "metrics"]
 REGION_LINES = {"rloo_multiturn.py": 60, "grpo_multiturn.py": 80, "ppo_multiturn.py": 180}
 
 

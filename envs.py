@@ -175,7 +175,7 @@ class VecEnv:
     dies, or that takes longer than `timeout` seconds for one call, is replaced, and its other episodes are brought
     back by playing their actions again. The episode that was being played gets `info["infra_error"]`, and the caller
     must leave it out of the loss and of every baseline: it is not a failure of the policy. A batch whose episodes are
-    all lost raises RuntimeError.
+    all lost raises UserError.
     """
 
     def __init__(self, num_workers: int, timeout: float = 60.0, **settings):
@@ -265,7 +265,7 @@ class VecEnv:
                     self._replace(w, unanswered={s for s, want in queue if want})
                     queue = self.pending[w]
         if self.worker_of and not self.played:
-            raise RuntimeError("all episodes of the batch were lost, each to the infra_error printed above")
+            raise UserError("all episodes of the batch were lost, each to the infra_error printed above")
         return answers
 
     def _receive(self, w: int) -> tuple[tuple | str, bool]:

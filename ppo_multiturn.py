@@ -42,7 +42,6 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch: lets the en
 
 import torch
 import transformers
-import tyro
 from tqdm import tqdm
 
 import envs
@@ -56,8 +55,10 @@ class Args:
     """Name of this experiment; a part of the run folder's name."""
     seed: int = 1
     """Seed of the sampling, of the order of the tasks, and of the order of the episodes in an update."""
-    save_freq: int = 0
-    """Save a checkpoint every this many iterations; 0 saves at the end only."""
+    save_freq: int = 5
+    """Save a checkpoint every this many iterations; 0 saves at the end only, and when the run is interrupted."""
+    resume: str = ""
+    """Folder of a run to go on with from its newest checkpoint, with its arguments."""
 
     # environment
     env: Literal["textworld", "alfworld"] = "textworld"
@@ -76,6 +77,8 @@ class Args:
     """ALFWorld's own games, generated ones, or its own where $ALFWORLD_DATA or ~/.cache/alfworld has them."""
     num_workers: int = 2
     """Processes that run the environments."""
+    max_infra_frac: float = 0.25
+    """Share of a batch's episodes, lost to crashes and time-outs of environments, above which the run stops."""
 
     # model
     model: str = str(Path(__file__).parent / "checkpoints" / "tiny")
@@ -144,7 +147,7 @@ class Args:
         if self.dtype == "auto":
             self.dtype = "bfloat16" if torch.cuda.is_available() else "float32"
         envs.check(self, "num_iterations num_groups max_turns max_action_tokens num_workers eval_episodes", at_least=1)
-        envs.check(self, "seed save_freq kl_coef max_grad_norm eval_freq eval_temperature", at_least=0)
+        envs.check(self, "seed save_freq max_infra_frac kl_coef max_grad_norm eval_freq eval_temperature", at_least=0)
         envs.check(self, "temperature learning_rate tokens_per_microbatch", above=0)
         envs.check(self, "group_size", at_least=2)  # an episode is compared with others on its task
         # >>> ESTIMATOR: checks
@@ -464,8 +467,7 @@ def evaluate(model, chat, vec, tasks, args) -> tuple[dict, list[dict]]:
 def main(args: Args) -> None:
     # 1. Games and model. Whatever is wrong with the arguments shows here, before any work.
     device = launch.start(args.dtype)
-    torch.manual_seed(args.seed)
-    sampling_rng = torch.Generator(device).manual_seed(args.seed + 1000 * launch.RANK)  # each process has its own
+    sampling_rng = torch.Generator(device)
     train_tasks = envs.list_tasks(args.env, args.task, "train", args.alfworld_data)
     eval_tasks = envs.list_tasks(args.env, args.task, args.eval_split, args.alfworld_data)[: args.eval_episodes]
     print(envs.describe(train_tasks, "train"), envs.describe(eval_tasks, args.eval_split), sep="\n", flush=True)
@@ -473,6 +475,7 @@ def main(args: Args) -> None:
         raise envs.UserError(f"{launch.WORLD_SIZE} processes are too many to share {fewest} episodes")
     model, chat = launch.load_model(args.model)
     reference = launch.shard(copy.deepcopy(model).requires_grad_(False), device, args) if args.kl_coef else None
+    trained = {}
     # >>> ESTIMATOR: critic
     # A copy of the policy with one output, the value, in place of the vocabulary's. It starts at V = 0.
     critic = copy.deepcopy(model)
@@ -481,23 +484,28 @@ def main(args: Args) -> None:
         torch.nn.init.zeros_(parameter)
     critic = launch.shard(critic, device, args)
     critic_optimizer = torch.optim.AdamW(critic.parameters(), lr=args.critic_learning_rate, weight_decay=0.0)
+    trained["critic"] = critic, critic_optimizer
     # <<< ESTIMATOR
     model = launch.shard(model, device, args, plays=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate, weight_decay=0.0)
-    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0 if args.anneal_lr else 1.0, args.num_iterations)
+    trained["model"] = model, optimizer
 
-    # 2. The run's folder, and the environments.
+    # 2. The run's folder, with --resume as its newest checkpoint left it, and the environments.
     run = launch.Run(args)
+    progress = run.restore(trained) or {"iteration": 0, "global_step": 0, "seconds": 0.0, "evaluations": []}
+    global_step, evaluations = progress["global_step"], progress["evaluations"]  # global_step: turns in training
     settings = ("env", "max_turns", "dense_reward", "show_admissible")
     vec = envs.VecEnv(args.num_workers, **{name: getattr(args, name) for name in settings})
     task_sampler = envs.TaskSampler(train_tasks, args.seed)
+    task_sampler.take(args.num_groups * progress["iteration"])
     tasks = launch.share(task_sampler.take(args.num_groups, copies=args.group_size))
     eval_tasks = launch.share(eval_tasks)
     eval_at = {0, args.num_iterations, *range(0, args.num_iterations, args.eval_freq or args.num_iterations)}
-    global_step, start_time, evaluations = 0, time.time(), []  # global_step: turns played in training
+    start_time = time.time() - progress["seconds"]
     bar = tqdm(total=args.num_iterations, unit="iteration", disable=launch.RANK > 0 or None, dynamic_ncols=True)
+    bar.update(progress["iteration"])
 
-    for iteration in range(args.num_iterations + 1):
+    for iteration in range(progress["iteration"], args.num_iterations + 1):
         # 3. Evaluate: before the first update, every `eval_freq` iterations, and after the last update.
         if iteration in eval_at:
             scores, episodes = evaluate(model, chat, vec, eval_tasks, args)
@@ -510,7 +518,10 @@ def main(args: Args) -> None:
             break
 
         # 4. Play: the episodes of a group share a task. The next games load while the model updates.
+        # Random numbers follow from seed, iteration and process, so that a resumed run draws those it would have drawn.
         iteration_start = time.time()
+        torch.manual_seed(args.seed + 1_000_000 * iteration)  # the order of the rows, the same in all processes
+        sampling_rng.manual_seed(args.seed + 1_000_000 * iteration + 1000 * launch.RANK)
         batch, episodes = rollout(model, chat, vec, tasks, args, args.temperature, sampling_rng)
         tasks = launch.share(task_sampler.take(args.num_groups, copies=args.group_size))
         vec.prefetch(eval_tasks if iteration + 1 in eval_at else tasks)
@@ -518,6 +529,11 @@ def main(args: Args) -> None:
         global_step += int(batch["num_turns"].sum())
         valid, response_mask = batch["valid"], batch["response_mask"]
         rows = valid.nonzero().squeeze(1)
+        if len(rows) < (1 - args.max_infra_frac) * len(episodes):
+            lost = (
+                f"{len(episodes) - len(rows)} of {len(episodes)} episodes were lost, each to an infra_error named above"
+            )
+            raise envs.UserError(f"{lost}; --max-infra-frac {args.max_infra_frac:g} allows no more")
 
         # 5. Score: log-probabilities under the current and the reference policy, by the path that the update takes.
         scored = defaultdict(partial(torch.zeros_like, batch["logprobs"]))  # (B, T) each
@@ -537,6 +553,8 @@ def main(args: Args) -> None:
         batch |= compute_advantages(batch, args)
 
         # 6. Update.
+        learning_rate = args.learning_rate * (1 - iteration / args.num_iterations if args.anneal_lr else 1)
+        optimizer.param_groups[0]["lr"] = learning_rate
         sums, grad_norms, num_minibatches = defaultdict(float), [], min(args.num_minibatches, len(rows))
         # >>> ESTIMATOR: critic
         # The critic takes several steps on the batch while the policy takes one: it fits returns, which stay what they
@@ -550,7 +568,8 @@ def main(args: Args) -> None:
                 value_loss.backward()
                 sums["value_loss"] += float(value_loss.detach()) * num_tokens
             max_norm = args.max_grad_norm or float("inf")
-            torch.nn.utils.clip_grad_norm_(critic.parameters(), max_norm, error_if_nonfinite=True)
+            critic_norm = torch.nn.utils.clip_grad_norm_(critic.parameters(), max_norm)
+            run.check_finite(critic_norm, batch | {"value_loss": sums["value_loss"]})
             critic_optimizer.step()
         # <<< ESTIMATOR
         for _ in range(args.update_epochs):
@@ -565,7 +584,8 @@ def main(args: Args) -> None:
                     for name, value in piece_sums.items():
                         sums[name] += float(value)
                 max_norm = args.max_grad_norm or float("inf")
-                grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm, error_if_nonfinite=True)
+                grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+                run.check_finite(grad_norm, batch | {"policy_loss": sums["policy_loss"]})
                 optimizer.step()
                 grad_norms.append(float(grad_norm))
         everyones = launch.gather([sums])
@@ -585,7 +605,7 @@ def main(args: Args) -> None:
             "charts/truncated_frac": batch["truncated"][valid].float().mean(),
             "charts/context_limit_frac": batch["context_limit"][valid].float().mean(),
             "charts/infra_errors": len(episodes) - num_valid,
-            "charts/learning_rate": scheduler.get_last_lr()[0],
+            "charts/learning_rate": learning_rate,
             "charts/SPS": global_step / (time.time() - start_time),
             "charts/rollout_seconds": rollout_time,
             "charts/update_seconds": seconds - rollout_time,
@@ -607,7 +627,6 @@ def main(args: Args) -> None:
         if returns.var() > 1e-4:  # otherwise there is nothing to explain but the KL penalty
             metrics["losses/explained_variance"] = 1 - residual.var() / returns.var()
         # <<< ESTIMATOR
-        scheduler.step()
         run.log(metrics, global_step)
         run.log_episodes(episodes, iteration=iteration + 1, split="train", group_size=args.group_size)
         bar.update()
@@ -618,20 +637,25 @@ def main(args: Args) -> None:
             left = seconds * (args.num_iterations - iteration - 1)
             print(f"iteration {iteration + 1}/{args.num_iterations}: {summary}, {left:.0f} s left", flush=True)
 
-        # 8. Save an ordinary Hugging Face folder.
-        if iteration + 1 == args.num_iterations or (args.save_freq and (iteration + 1) % args.save_freq == 0):
-            folder = run.save(model, chat.tokenizer, f"iteration_{iteration + 1:06d}")
+        # 8. Save an ordinary Hugging Face folder, with what --resume needs beside the weights.
+        progress = {"iteration": iteration + 1, "global_step": global_step, "evaluations": evaluations}
+        progress["seconds"], interrupted = time.time() - start_time, run.interrupted()
+        due = args.save_freq and (iteration + 1) % args.save_freq == 0
+        if due or interrupted or iteration + 1 == args.num_iterations:
+            run.save(f"iteration_{iteration + 1:06d}", trained, chat.tokenizer, progress)
+        if interrupted:
+            break
 
     for resource in (bar, vec, run):
         resource.close()
-    print(f"\n{args.eval_split} success: {evaluations[0]} -> {evaluations[-1]} after {args.num_iterations} iterations, "
-          f"{time.time() - start_time:.0f} s\nmodel: {folder}\nepisodes: {run.folder / 'episodes.jsonl'}\n"
-          f"curves: tensorboard --logdir {run.folder}")  # fmt: skip
+    print(f"\n{args.eval_split} success: {evaluations[0]} -> {evaluations[-1]} "
+          f"after {progress['iteration']} iterations, {progress['seconds']:.0f} s\nmodel: {run.checkpoint}\n"
+          f"episodes: {run.folder / 'episodes.jsonl'}\ncurves: tensorboard --logdir {run.folder}")  # fmt: skip
 
 
 if __name__ == "__main__":
     try:
-        main(tyro.cli(Args))
+        main(launch.parse(Args))
     except envs.UserError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)

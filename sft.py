@@ -12,6 +12,7 @@ the evaluation are `rloo_multiturn.py`'s, so that the success rates before and a
     python rloo_multiturn.py --env alfworld --model runs/<this run>/sft
 """
 
+import math
 import random
 import sys
 from dataclasses import dataclass
@@ -21,9 +22,7 @@ from typing import Literal
 from rloo_multiturn import evaluate, microbatches, token_logprobs  # sets OMP_WAIT_POLICY: before torch
 
 # isort: split
-import numpy as np
 import torch
-import tyro
 from tqdm import tqdm
 
 import envs
@@ -37,6 +36,10 @@ class Args:
     """Name of this experiment; a part of the run folder's name."""
     seed: int = 1
     """Seed of the order of the demonstrations."""
+    save_freq: int = 100
+    """Save a checkpoint every this many optimizer steps; 0 saves at the end only, and when the run is interrupted."""
+    resume: str = ""
+    """Folder of a run to go on with from its newest checkpoint, with its arguments."""
 
     # environment
     env: Literal["textworld", "alfworld"] = "textworld"
@@ -94,7 +97,7 @@ class Args:
             self.dtype = "bfloat16" if torch.cuda.is_available() else "float32"
         envs.check(self, "max_turns max_action_tokens num_workers eval_episodes", at_least=1)
         envs.check(self, "num_demos num_epochs batch_size", at_least=1)
-        envs.check(self, "seed max_grad_norm eval_temperature", at_least=0)
+        envs.check(self, "seed save_freq max_grad_norm eval_temperature", at_least=0)
         envs.check(self, "temperature learning_rate tokens_per_microbatch", above=0)
 
 
@@ -149,25 +152,34 @@ def tokenize(demos: list[dict], chat: envs.Chat) -> list[tuple[list[int], list[b
     return rows
 
 
-def train(model, rows, args, on_step=None) -> None:
+def make_optimizer(model) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.0)
+
+
+def train(model, optimizer, rows, args, on_step=None, steps_done: int = 0) -> None:
     """Maximises the likelihood of the action tokens; equation (1).
 
     Args:
         rows: (ids, response mask) of each demonstration, from `tokenize`.
         on_step: called after each optimizer step with (step, metrics); a true answer ends the training.
+        steps_done: optimizer steps that an earlier run has made, and that this one skips.
     """
     device, rng = model.device, random.Random(args.seed)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
     steps_per_epoch = -(-len(rows) // args.batch_size)
     total = steps_per_epoch * args.num_epochs
     warmup = max(1, total // 10)
-    schedule = lambda step: min((step + 1) / warmup, 0.55 + 0.45 * np.cos(np.pi * step / total))  # noqa: E731
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule)
     bar = tqdm(total=total, desc="cloning", unit="step", disable=launch.RANK > 0 or None)
     step = 0
     for _ in range(args.num_epochs):
         order = rng.sample(range(len(rows)), len(rows))
         for start in range(0, len(rows), args.batch_size):
+            learning_rate = args.learning_rate * min(
+                (step + 1) / warmup, 0.55 + 0.45 * math.cos(math.pi * step / total)
+            )
+            step += 1
+            bar.update()
+            if step <= steps_done:
+                continue
             some = [rows[i] for i in order[start : start + args.batch_size]]
             T = max(len(ids) for ids, _ in some)
             batch = {
@@ -185,12 +197,11 @@ def train(model, rows, args, on_step=None) -> None:
                 loss_sum, entropy_sum = loss_sum + float(loss.detach()), entropy_sum + float(entropy.sum())
             loss_sum, entropy_sum = map(sum, zip(*launch.gather([(loss_sum, entropy_sum)]), strict=True))
             grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm or float("inf"))
-            learning_rate = scheduler.get_last_lr()[0]
+            if not math.isfinite(float(grad_norm)):
+                raise envs.UserError(f"step {step}: the gradient is not finite; try a lower --learning-rate")
+            optimizer.param_groups[0]["lr"] = learning_rate
             optimizer.step()
-            scheduler.step()
             optimizer.zero_grad()
-            step += 1
-            bar.update()
             bar.set_postfix(loss=f"{loss_sum:.3f}")
             metrics = {"charts/learning_rate": learning_rate, "losses/policy_loss": loss_sum}
             metrics |= {"losses/entropy": entropy_sum / num_tokens, "losses/grad_norm": float(grad_norm)}
@@ -211,17 +222,21 @@ def main(args: Args) -> None:
         raise envs.UserError(f"{launch.WORLD_SIZE} processes are too many to share {len(eval_tasks)} episodes")
     model, chat = launch.load_model(args.model)
     launch.shard(model, device, args, plays=True)
+    optimizer = make_optimizer(model)
+    trained = {"model": (model, optimizer)}
 
-    # 2. The run's folder.
+    # 2. The run's folder, with --resume as its newest checkpoint left it. Evaluate, clone, evaluate.
     run = launch.Run(args)
-
-    # 3. Evaluate, clone, evaluate.
+    progress = run.restore(trained)
     settings = {"env": args.env, "max_turns": args.max_turns, "show_admissible": args.show_admissible}
     vec = envs.VecEnv(args.num_workers, **settings, expert=True)
-    before, _ = evaluate(model, chat, vec, launch.share(eval_tasks), args)
-    print(f"before: {args.eval_split} success {before['success_rate']:.0%}", flush=True)
+    resumed, progress = bool(progress), progress or {"step": 0, "global_step": 0}
+    if not resumed:
+        progress["before"], _ = evaluate(model, chat, vec, launch.share(eval_tasks), args)
+    print(f"before: {args.eval_split} success {progress['before']['success_rate']:.0%}", flush=True)
     demos = play_demonstrations(vec, demo_tasks, args.num_demos)
-    run.log_episodes(demos, iteration=0, split="demos", group_size=1)
+    if not resumed:
+        run.log_episodes(demos, iteration=0, split="demos", group_size=1)
     if len(demos) < args.num_demos:
         print(f"only {len(demos)} of {args.num_demos} demonstrations were won within {args.max_turns} turns")
     if not demos:
@@ -232,24 +247,39 @@ def main(args: Args) -> None:
         print(f"{len(demos) - len(rows)} demonstrations are longer than the model's context and are left out")
     if not rows:
         raise envs.UserError(f"--model {args.model}: its context is too short for every demonstration")
-    train(model, rows, args, lambda step, metrics: run.log(metrics, step))
+
+    def on_step(step: int, metrics: dict) -> bool:
+        """Logs and saves; a true answer ends the training."""
+        run.log(metrics, step)
+        progress["step"] = progress["global_step"] = step
+        interrupted = run.interrupted()
+        if interrupted or (args.save_freq and step % args.save_freq == 0):
+            run.save(f"iteration_{step:06d}", trained, chat.tokenizer, progress)
+        return interrupted
+
+    train(model, optimizer, rows, args, on_step, steps_done=progress["step"])
+    if run.interrupted():
+        vec.close()
+        run.close()
+        return
+    before = progress["before"]
     after, _ = evaluate(model, chat, vec, launch.share(eval_tasks), args)
     for step, scores in ((0, before), (1, after)):
         run.log({f"eval/{name}": value for name, value in scores.items()}, step)
 
-    # 4. Save an ordinary Hugging Face folder.
-    folder = run.save(model, chat.tokenizer, "sft")
+    # 3. Save an ordinary Hugging Face folder.
+    run.save("sft", trained, chat.tokenizer, progress)
     vec.close()
     run.close()
     print(
         f"\n{args.eval_split} success: {before['success_rate']:.0%} -> {after['success_rate']:.0%} "
-        f"[{after['low']:.0%}, {after['high']:.0%}] after {len(rows)} demonstrations\nmodel: {folder}"
+        f"[{after['low']:.0%}, {after['high']:.0%}] after {len(rows)} demonstrations\nmodel: {run.checkpoint}"
     )
 
 
 if __name__ == "__main__":
     try:
-        main(tyro.cli(Args))
+        main(launch.parse(Args))
     except envs.UserError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)

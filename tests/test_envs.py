@@ -115,7 +115,7 @@ def test_engine_that_raises_costs_its_episode_alone(make_vec):
     assert "valid_seen/no/such/game.tw-pddl" in started[1][1]["infra_error"]
     assert started[0] == started[2] and "infra_error" not in started[0][1]
     assert set(vec.step({0: "look", 2: "look"})) == {0, 2}
-    with pytest.raises(RuntimeError, match="all episodes of the batch were lost"):
+    with pytest.raises(envs.UserError, match="all episodes of the batch were lost"):
         vec.reset([bad, bad])
 
 

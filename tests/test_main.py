@@ -8,6 +8,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
+import envs
 import grpo_multiturn as grpo
 import ppo_multiturn as ppo
 import rloo_multiturn as rloo
@@ -113,9 +114,41 @@ def test_gradient_that_is_not_finite_stops_the_run_before_the_step(run_main, ste
         return loss * float("nan"), sums
 
     monkeypatch.setattr(module, "compute_loss", broken)
-    with pytest.raises(RuntimeError, match="non-finite"):
+    with pytest.raises(envs.UserError, match="^not finite: the gradient; the batch is kept in runs/.*/not_finite.pt$"):
         run_main(module)
     assert steps["policy"] == [] and not list(tmp_path.glob("runs/*/iteration_*"))
+    (kept,) = tmp_path.glob("runs/*/not_finite.pt")
+    assert torch.load(kept, weights_only=True)["advantages"].shape[0] == 6
+
+
+@pytest.mark.parametrize("module", SIBLINGS)
+def test_reward_that_is_not_finite_is_named_with_all_that_it_spoils(run_main, steps, monkeypatch, module):
+    rollout = module.rollout
+
+    def spoiled(*args):
+        batch, episodes = rollout(*args)
+        batch["rewards"][0, 0] = float("nan")
+        return batch, episodes
+
+    monkeypatch.setattr(module, "rollout", spoiled)
+    with pytest.raises(envs.UserError, match="^not finite: the gradient, rewards, .*advantages"):
+        run_main(module)
+    assert steps["policy"] == []
+
+
+@pytest.mark.parametrize("module", SIBLINGS)
+def test_too_many_infrastructure_errors_stop_the_run(run_main, monkeypatch, module):
+    rollout = module.rollout
+
+    def lossy(*args):
+        batch, episodes = rollout(*args)
+        batch["valid"][:2], batch["response_mask"][:2] = False, False
+        return batch, episodes
+
+    monkeypatch.setattr(module, "rollout", lossy)
+    with pytest.raises(envs.UserError, match="^2 of 6 episodes were lost, .*; --max-infra-frac 0.25 allows no more$"):
+        run_main(module)
+    run_main(module, exp_name="allowed", name="allowed", max_infra_frac=0.4)
 
 
 def test_critic_starts_at_zero_and_learns_while_the_policy_waits(run_main, monkeypatch):

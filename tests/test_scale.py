@@ -86,7 +86,9 @@ SMALL = "--env alfworld --alfworld-data generated --max-turns 4 --eval-episodes 
 
 
 def test_checkpoint_of_two_processes_is_an_ordinary_model_and_one_of_them_alone_writes(tmp_path):
-    sizes = "--num-iterations 2 --num-groups 3 --group-size 3 --save-freq 1 --max-turns 12 --dense-reward"
+    sizes = (
+        "--num-iterations 2 --num-groups 3 --group-size 3 --save-freq 1 --max-turns 12 --dense-reward --temperature 1"
+    )
     arguments = [*SMALL, *sizes.split()]
     done = torchrun(2, tmp_path, *arguments, script=ROOT / "rloo_multiturn.py")
     assert done.returncode == 0, done.stderr[-3000:]
@@ -98,13 +100,31 @@ def test_checkpoint_of_two_processes_is_an_ordinary_model_and_one_of_them_alone_
     assert [line["group"] for line in played] == [0, 0, 0, 1, 1, 1, 2, 2, 2]
     assert len({(line["group"], line["task_id"]) for line in played}) == 3
     assert len({tuple(line["actions"]) for line in played}) > 5  # the processes do not share random numbers
-    (first, _), (last, _) = (launch.load_model(str(run / f"iteration_00000{i}")) for i in (1, 2))
+    (first, _), (last, _) = map(launch.load_model, (rloo_multiturn.Args().model, str(run / "iteration_000002")))
     assert type(last).__name__ == "LlamaForCausalLM"
     assert any(not torch.equal(a, b) for a, b in zip(first.parameters(), last.parameters(), strict=True))
     arguments = [*SMALL, "--model", run / "iteration_000002", "--num-demos", 5, "--batch-size", 2, "--max-turns", 40]
     done = torchrun(2, tmp_path, *arguments, script=ROOT / "sft.py")
     assert done.returncode == 0, done.stderr[-3000:]
     launch.load_model(str(next((tmp_path / "runs").glob("*sft*")) / "sft"))
+
+
+def test_run_of_two_processes_is_resumed_by_two_bit_by_bit_and_by_one(tmp_path):
+    """With the same random numbers: both processes' are those of the iteration, whoever plays it."""
+    sizes = [*SMALL, *"--num-groups 3 --group-size 3 --dense-reward --no-anneal-lr --save-freq 1 --eval-freq 0".split()]
+    for name, iterations in (("whole", 2), ("parts", 1)):
+        (tmp_path / name).mkdir()
+        arguments = [*sizes, "--num-iterations", iterations]
+        done = torchrun(2, tmp_path / name, *arguments, script=ROOT / "rloo_multiturn.py")
+        assert done.returncode == 0, done.stderr[-3000:]
+    (whole,), (parts,) = ((tmp_path / name / "runs").iterdir() for name in ("whole", "parts"))
+    for processes, iterations in ((2, 2), (1, 3)):
+        arguments = ["--resume", parts, "--num-iterations", iterations]
+        done = torchrun(processes, tmp_path / "parts", *arguments, script=ROOT / "rloo_multiturn.py")
+        assert done.returncode == 0, done.stderr[-3000:]
+    (one, _), (two, _) = (launch.load_model(str(path / "iteration_000002")) for path in (whole, parts))
+    assert all(torch.equal(a, b) for a, b in zip(one.parameters(), two.parameters(), strict=True))
+    assert launch.newest_checkpoint(parts).name == "iteration_000003"
 
 
 def test_process_that_dies_ends_the_job_and_is_named(tmp_path):

@@ -16,7 +16,7 @@ import pytest
 import torch
 import tyro
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import grpo_multiturn
 import launch
@@ -40,7 +40,7 @@ BUDGETS = {
     "ppo_multiturn.py": (700, 9, 2),  # one more function: the critic's values
     "sft.py": (350, 8, 2),
     "envs.py": (400, 8, 4),
-    "launch.py": (300, 10, 2),
+    "launch.py": (350, 10, 2),
 }
 RL_TAGS = {
     *(f"charts/{x}" for x in ("episodic_return", "success_rate", "episodic_length", "response_tokens")),
@@ -63,13 +63,13 @@ def rl_runs(tmp_path_factory):
     """Two runs with the same arguments, and their folders."""
     folder = tmp_path_factory.mktemp("rl")
     arguments = f"{SMALL} --max-turns 12 --dense-reward --num-iterations 2 --num-groups 2 --group-size 3"
-    arguments += " --eval-freq 1 --save-freq 1"
+    arguments += " --eval-freq 1 --save-freq 1 --temperature 1 --seed 3"  # a seed that wins something
     outputs = []
     for name in ("a", "b"):
         result = run(folder, "rloo_multiturn.py", f"{arguments} --exp-name {name}")
         assert result.returncode == 0, result.stderr
         outputs.append(result.stdout)
-    return [next((folder / "runs").glob(f"alfworld__{name}__1__*")) for name in ("a", "b")], outputs
+    return [next((folder / "runs").glob(f"alfworld__{name}__3__*")) for name in ("a", "b")], outputs
 
 
 def scalars(run_folder):
@@ -174,6 +174,13 @@ BAD = [
     ("--learning-rate nan", "--learning-rate nan: must be above 0"),
     ("--seed -1", "--seed -1: must be at least 0"),
     ("--env alfworld --task all,look_at_obj_in_light", "--task all,look_at_obj_in_light: all stands alone"),
+    ("--eval-temperature -1", "--eval-temperature -1.0: must be at least 0"),
+    ("--eval-episodes 0", "--eval-episodes 0: must be at least 1"),
+    ("--num-workers 0", "--num-workers 0: must be at least 1"),
+    ("--max-action-tokens 0", "--max-action-tokens 0: must be at least 1"),
+    ("--tokens-per-microbatch 0", "--tokens-per-microbatch 0: must be above 0"),
+    ("--save-freq -1", "--save-freq -1: must be at least 0"),
+    ("--resume nowhere", "--resume nowhere: holds no checkpoint that can be resumed"),
 ]
 BAD_RL = [
     ("grpo_multiturn.py", "--clip-coef 0", "--clip-coef 0.0: must be above 0"),
@@ -184,6 +191,11 @@ BAD_RL = [
     ("rloo_multiturn.py", "--update-epochs 2", "RLOO takes one optimizer step per batch"),
     ("rloo_multiturn.py", "--num-minibatches 4", "RLOO takes one optimizer step per batch"),
     ("rloo_multiturn.py", "--kl-coef -0.1", "--kl-coef -0.1: must be at least 0"),
+    ("rloo_multiturn.py", "--max-infra-frac -1", "--max-infra-frac -1.0: must be at least 0"),
+    ("grpo_multiturn.py", "--update-epochs 0", "--update-epochs 0: must be at least 1"),
+    ("ppo_multiturn.py", "--critic-steps 0", "--critic-steps 0: must be at least 1"),
+    ("sft.py", "--num-demos 0", "--num-demos 0: must be at least 1"),
+    ("sft.py", "--batch-size 0", "--batch-size 0: must be at least 1"),
 ]
 
 
@@ -231,6 +243,16 @@ def test_folder_of_a_run_is_no_model_and_its_subfolders_are_named(tmp_path):
     assert_refused(
         run(tmp_path, "rloo_multiturn.py", "--model run"), "has no config.json; a run's models are in its sub"
     )
+
+
+def test_tokenizer_of_another_model_is_refused(tmp_path, tokenizer):
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
+    )
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    message = f"--model model: its tokenizer knows {len(tokenizer)} tokens, the model 64"
+    assert_refused(run(tmp_path, "rloo_multiturn.py", "--model model"), message)
 
 
 @pytest.mark.parametrize("damage", ["weights", "sizes", "template"])
@@ -286,7 +308,8 @@ def test_help_explains_every_option(tmp_path, script):
 def test_scripts_share_the_defaults_of_what_they_share(script):
     ours, theirs = ({f.name: f.default for f in dataclasses.fields(m.Args)} for m in (rloo_multiturn, SCRIPTS[script]))
     differ = {name for name in ours.keys() & theirs.keys() if ours[name] != theirs[name]}
-    cloning = {"temperature", "learning_rate"} if script == "sft.py" else set()  # cloning is done at temperature 1
+    # Cloning is done at temperature 1, and saves every so many steps, not iterations.
+    cloning = {"temperature", "learning_rate", "save_freq"} if script == "sft.py" else set()
     assert differ <= {"exp_name", "update_epochs", "num_minibatches", *cloning}
 
 

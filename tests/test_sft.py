@@ -71,8 +71,10 @@ def test_training_ends_in_the_step_that_says_so_whatever_the_epochs(random_model
     args = SimpleNamespace(seed=1, learning_rate=1e-3, batch_size=2, num_epochs=3, max_grad_norm=1.0)
     args.tokens_per_microbatch, args.temperature, args.dtype = 1000, 1.0, "float32"
     seen = []
-    sft.train(random_model, rows, args, lambda step, metrics: seen.append(step) or step == 2)
+    sft.train(
+        random_model, sft.make_optimizer(random_model), rows, args, lambda step, metrics: seen.append(step) or step == 2
+    )
     assert seen == [1, 2]
     seen.clear()
-    sft.train(random_model, rows, args, lambda step, metrics: seen.append(step))
+    sft.train(random_model, sft.make_optimizer(random_model), rows, args, lambda step, metrics: seen.append(step))
     assert seen == list(range(1, 10))

@@ -249,13 +249,19 @@ def main(args: Args) -> None:
         rows = sft.tokenize(demos, chat)
         print(f"{len(demos)} demonstrations, {sum(len(ids) for ids, _ in rows):,} tokens", flush=True)
         pretrain(model, rows, args, on_step)
-        sft.train(model, rows, args, lambda step, metrics: on_step(step, metrics) or step == args.clone_steps)
+        sft.train(
+            model,
+            sft.make_optimizer(model),
+            rows,
+            args,
+            lambda step, metrics: on_step(step, metrics) or step == args.clone_steps,
+        )
     elif not args.measure_only:
         model, chat = launch.load_model(args.pretrained)
     if not args.measure_only:
-        sft.train(model, sft.tokenize(collect(EXPERT_AGAIN, args), chat), args, on_step)
+        sft.train(model, sft.make_optimizer(model), sft.tokenize(collect(EXPERT_AGAIN, args), chat), args, on_step)
         args.learning_rate /= 2  # the third set changes how it plays, not what it knows
-        sft.train(model, sft.tokenize(collect(DAWDLING, args), chat), args, on_step)
+        sft.train(model, sft.make_optimizer(model), sft.tokenize(collect(DAWDLING, args), chat), args, on_step)
         # The committed weights are bfloat16, half the size; everything loads them as float32.
         model.to(torch.bfloat16).save_pretrained(args.out)
         chat.tokenizer.save_pretrained(args.out)

@@ -422,7 +422,7 @@ def main(args: Args) -> None:
         raise envs.UserError(f"{launch.WORLD_SIZE} processes are too many to share {fewest} episodes")
     model, chat = launch.load_model(args.model)
     reference = launch.shard(copy.deepcopy(model).requires_grad_(False), device, args) if args.kl_coef else None
-    trained = {}
+    trained = {}  # name: (module, its optimizer)
     # >>> ESTIMATOR: critic
     # RLOO has no critic.
     # <<< ESTIMATOR

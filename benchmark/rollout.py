@@ -6,7 +6,8 @@
 Both play the same games with the same model, sampling and environments, and take turns within one run: ours, theirs,
 ours, ... The alternative is what one writes first with transformers: each turn, the whole conversations of the
 unfinished episodes, left-padded, go through `model.generate` with its own cache, which is thrown away. The games are
-too hard for the policy, so that nearly all episodes last all turns. Seconds are wall time, environments included.
+too hard for the policy, so that nearly all episodes last all turns. Seconds are wall time, the environments' steps
+included; the games load before the clock starts, as they do in training, during the update.
 
 Writes rollout.csv (one row per repetition) and rollout.png beside this file; rows of other models are kept.
 """
@@ -37,6 +38,7 @@ import matplotlib.pyplot as plt
 CSV, PNG = ROOT / "benchmark" / "rollout.csv", ROOT / "benchmark" / "rollout.png"
 FIELDS = "model parameters method episodes turns repetition seconds turns_played action_tokens cores".split()
 TASK = "w4-o6-q8"
+LOADING = 15  # seconds in which the workers load the games, before the clock starts
 MODEL = str(ROOT / "checkpoints" / "tiny")
 
 
@@ -89,8 +91,8 @@ def measure(options) -> list[dict]:
         vec = envs.VecEnv(2, env="textworld", max_turns=turns)
         for repetition in range(options.repeats + 1):
             for method in ("carried cache", "generate"):
-                vec.prefetch(tasks)
-                vec.reset(tasks)  # the games are read from the disk once, outside of the clock
+                vec.prefetch(tasks)  # as `main` does during the update
+                time.sleep(LOADING)
                 start = time.time()
                 if method == "generate":
                     played, sampled = generate_rollout(model, chat, vec, tasks, args)

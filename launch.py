@@ -321,9 +321,9 @@ class Run:
         if RANK == 0:
             with (self.folder / "episodes.jsonl").open("r+") as file:
                 file.seek(progress["episodes_bytes"])
-                undone = file.read()
-                with (self.folder / "episodes_undone.jsonl").open("a") as aside:
-                    aside.write(undone)
+                if undone := file.read():
+                    with (self.folder / "episodes_undone.jsonl").open("a") as aside:
+                        aside.write(undone)
                 file.truncate(progress["episodes_bytes"])
             self.writer = SummaryWriter(str(self.folder), purge_step=progress["global_step"] + 1)
         return progress

@@ -173,7 +173,7 @@ def test_full_disk_stops_the_run_with_one_line_and_leaves_the_last_checkpoint_wh
         subprocess.run(["umount", "-l", disk], check=True)
 
 
-# Twenty kills, as many as come before the run ends: in the imports, in the rollout, in the update, in the saving.
+# Kills at random moments until the run is through, 20 at most: in the imports, the rollout, the update, the saving.
 def test_run_that_is_killed_at_random_moments_ends_with_the_same_weights(start, tmp_path):
     command = f"{RL} --num-iterations 12 --save-freq 1"
     whole = start(rloo_multiturn, command, "whole")
@@ -194,6 +194,7 @@ def test_run_that_is_killed_at_random_moments_ends_with_the_same_weights(start, 
             kills += 1
         runs = sorted((tmp_path / "killed" / "runs").glob("*"))
         folder = next((path for path in runs if launch.newest_checkpoint(path)), None)
+    print(f"{kills} kills")
     assert kills >= 3
     first, second = outcome(whole), outcome(folder)
     for part in first:

@@ -126,8 +126,8 @@ def load_model(path: str) -> tuple[torch.nn.Module, envs.Chat]:
     if Path(path).is_dir() and not (Path(path) / "config.json").exists():
         raise envs.UserError(f"--model {path}: has no config.json; a run's models are in its subfolders")
     try:
-        chat = envs.Chat(transformers.AutoTokenizer.from_pretrained(path))
-        config = transformers.AutoConfig.from_pretrained(path)
+        chat = envs.Chat(transformers.AutoTokenizer.from_pretrained(path, trust_remote_code=False))
+        config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False)
         if len(chat.tokenizer) > (known := config.get_text_config().vocab_size):
             raise envs.UserError(f"--model {path}: its tokenizer knows {len(chat.tokenizer)} tokens, the model {known}")
         forgets = {*(getattr(config, "layer_types", None) or [])} - {"full_attention"}

@@ -16,7 +16,6 @@ without the first iteration, which warms up.
 """
 
 import argparse
-import csv
 import importlib
 import os
 import statistics
@@ -36,6 +35,7 @@ import tyro
 
 import envs
 import launch
+from benchmark import rows as table
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -216,16 +216,10 @@ def main() -> None:
     parser.add_argument("--name", default="", help="name of the rows; without it, the algorithm's")
     parser.add_argument("--draw-only", action="store_true", help="print and draw from the CSV, run nothing")
     options, arguments = parser.parse_known_args()
-    rows = list(csv.DictReader(CSV.open())) if CSV.exists() else []
     if not options.draw_only:
         measured = measure(options.algorithm, arguments, options.name or options.algorithm.upper())
-        rows = [row for row in rows if row["name"] != measured[0]["name"]] + measured
-        with CSV.with_suffix(".part").open("w", newline="") as file:
-            writer = csv.DictWriter(file, FIELDS)
-            writer.writeheader()
-            writer.writerows(rows)
-        CSV.with_suffix(".part").rename(CSV)
-    report(rows)
+        table.replace(CSV, FIELDS, measured, by="name")
+    report(table.read(CSV))
 
 
 if __name__ == "__main__":

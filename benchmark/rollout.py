@@ -13,7 +13,6 @@ Writes rollout.csv (one row per repetition) and rollout.png beside this file; ro
 """
 
 import argparse
-import csv
 import os
 import statistics
 import sys
@@ -31,6 +30,7 @@ import torch
 
 import envs
 import launch
+from benchmark import rows as table
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -142,16 +142,10 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5, help="counted repetitions, after one that warms up")
     parser.add_argument("--draw-only", action="store_true", help="print and draw from the CSV, run nothing")
     options = parser.parse_args()
-    rows = list(csv.DictReader(CSV.open())) if CSV.exists() else []
     if not options.draw_only:
         measured = measure(options)
-        rows = [row for row in rows if row["model"] != measured[0]["model"]] + measured
-        with CSV.with_suffix(".part").open("w", newline="") as file:
-            writer = csv.DictWriter(file, FIELDS)
-            writer.writeheader()
-            writer.writerows(rows)
-        CSV.with_suffix(".part").rename(CSV)
-    report(rows)
+        table.replace(CSV, FIELDS, measured, by="model")
+    report(table.read(CSV))
 
 
 if __name__ == "__main__":

@@ -21,7 +21,6 @@ Writes trl_grpo.csv (one row per repetition and side) beside this file; rows of 
 """
 
 import argparse
-import csv
 import json
 import math
 import os
@@ -35,7 +34,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-import envs  # everything else is imported by the side that has it installed
+import envs
+from benchmark import rows as table  # everything else is imported by the side that has it installed
 
 CSV = ROOT / "benchmark" / "trl_grpo.csv"
 FIELDS = "model side groups episodes turns repetition seconds turns_played action_tokens optimizer_steps".split()
@@ -230,14 +230,7 @@ def main() -> None:
         return play(options, [game for game in games for _ in range(options.group_size)], vec)
     envs.check(options, "groups turns repeats threads", at_least=1)
     measured = measure(options)
-    rows = list(csv.DictReader(CSV.open())) if CSV.exists() else []
-    rows = [row for row in rows if row["model"] != measured[0]["model"]] + measured
-    with CSV.with_suffix(".part").open("w", newline="") as file:
-        writer = csv.DictWriter(file, FIELDS)
-        writer.writeheader()
-        writer.writerows(rows)
-    CSV.with_suffix(".part").rename(CSV)
-    report(rows)
+    report(table.replace(CSV, FIELDS, measured, by="model"))
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ Writes update.csv (one row per repetition or process) beside this file; rows of 
 """
 
 import argparse
-import csv
 import os
 import statistics
 import subprocess
@@ -33,6 +32,7 @@ import torch
 
 import envs
 import launch
+from benchmark import rows as table
 
 CSV = ROOT / "benchmark" / "update.csv"
 FIELDS = "model method episodes repetition seconds flops tokens action_tokens peak_mib cores".split()
@@ -159,14 +159,7 @@ def main() -> None:
     measured += [peak_memory(options, METHODS[1], min(options.batches))] if options.batches else []
     name = Path(options.model).name
     measured = [dict.fromkeys(FIELDS, "") | {"model": name, "cores": os.cpu_count()} | row for row in measured]
-    rows = list(csv.DictReader(CSV.open())) if CSV.exists() else []
-    rows = [row for row in rows if row["model"] != name] + measured
-    with CSV.with_suffix(".part").open("w", newline="") as file:
-        writer = csv.DictWriter(file, FIELDS)
-        writer.writeheader()
-        writer.writerows(rows)
-    CSV.with_suffix(".part").rename(CSV)
-    report(rows)
+    report(table.replace(CSV, FIELDS, measured, by="model"))
 
 
 if __name__ == "__main__":

@@ -64,7 +64,7 @@ def test_twenty_thousand_hostile_outputs_neither_win_nor_break_nor_leave_a_trace
             said = output(rng)
             obs, reward, terminated, truncated, info = env.step(said)
             assert not info["won"] and info["progress"] < 1 and reward < 1, said
-            assert obs.isascii() or obs.isprintable() or "\n" in obs, said
+            assert all(c.isprintable() or c == "\n" for c in obs), said
             if terminated or truncated:
                 break
         if n % 10 == 9:  # the same engine then plays as a new one does

@@ -100,6 +100,19 @@ def test_resumed_run_ends_where_an_uninterrupted_one_ends(start, monkeypatch, ca
         assert same(first[part], second[part]), part
 
 
+def test_second_signal_ends_the_run_at_once(tmp_path):
+    command = [sys.executable, rloo_multiturn.__file__, *f"{RL} --num-iterations 500".split()]
+    process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    while not process.stdout.readline().startswith("iteration 1/500"):
+        pass
+    process.send_signal(signal.SIGINT)
+    while "once more to end at once" not in process.stderr.readline():
+        pass
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=20)
+    assert process.returncode == -signal.SIGINT
+
+
 def test_what_was_logged_after_the_checkpoint_is_set_aside(start, monkeypatch):
     """A run killed in its third iteration has logged its second checkpoint's evaluation already."""
     command = f"{RL} --save-freq 1"

@@ -37,7 +37,7 @@ SCRIPTS = SIBLINGS | {"sft.py": sft}
 BUDGETS = {
     "rloo_multiturn.py": (600, 8, 2),
     "grpo_multiturn.py": (600, 8, 2),
-    "ppo_multiturn.py": (700, 9, 2),  # one more function: the critic's values
+    "ppo_multiturn.py": (700, 9, 2),  # one more function: the critic has two
     "sft.py": (350, 8, 2),
     "envs.py": (400, 8, 4),
     "launch.py": (350, 10, 2),
@@ -253,6 +253,18 @@ def test_tokenizer_of_another_model_is_refused(tmp_path, tokenizer):
     tokenizer.save_pretrained(tmp_path / "model")
     message = f"--model model: its tokenizer knows {len(tokenizer)} tokens, the model 64"
     assert_refused(run(tmp_path, "rloo_multiturn.py", "--model model"), message)
+
+
+def test_code_in_a_models_folder_is_not_run(tmp_path, tokenizer, random_model):
+    random_model.save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    config |= {"model_type": "other", "auto_map": {"AutoConfig": "other.Config"}}
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
+    (tmp_path / "model" / "other.py").write_text(f"open({str(tmp_path / 'was_run')!r}, 'w')\nclass Config: pass\n")
+    result = run(tmp_path, "rloo_multiturn.py", "--model model")
+    assert result.returncode == 2 and "error: --model model: cannot be loaded" in result.stderr, result.stderr
+    assert not (tmp_path / "was_run").exists()
 
 
 @pytest.mark.parametrize("damage", ["weights", "sizes", "template"])

@@ -35,6 +35,7 @@ from torch.utils.tensorboard import SummaryWriter
 import envs
 
 WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)  # not one process's part of the weights
+os.environ["TRANSFORMERS_SDPA_FORCE_GQA"] = str(int(not torch.cuda.is_available()))  # CPU: no copy of keys per head
 RANK, WORLD_SIZE = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))  # set by torchrun
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -188,36 +188,39 @@ class KVCache(transformers.DynamicCache):
     """Attention keys and values of a batch of conversations, in preallocated buffers carried across turns.
 
     Slot p of a row holds the token at position p of its conversation. So a token may attend to the slots up to its own
-    position, and what padding or a finished row leaves beyond a row's end is never seen: the next real token of that
-    row overwrites it first.
+    position, and what filler leaves behind a row's end is never seen: the row's next real token overwrites it first.
+    A call of the model may be for some rows only; only theirs are then written and read.
     """
 
-    def __init__(self):
+    def __init__(self, num_rows: int):
         super().__init__()
-        self.buffers = []  # per layer: keys and values, each (B, heads, capacity, head_dim)
+        self.num_rows = num_rows
+        self.buffers = []  # per layer: keys and values, each (num_rows, heads, capacity, head_dim)
 
-    def inputs(self, positions: torch.Tensor, length: int) -> dict:
-        """The model's arguments for tokens at these positions, (B, q); `length` is above all of them."""
-        self.positions, self.length = positions, length
-        mask = torch.arange(length, device=positions.device) <= positions[:, None, :, None]  # (B, 1, q, length)
+    def inputs(self, rows: torch.Tensor, positions: torch.Tensor) -> dict:
+        """The model's arguments for new tokens of these rows, (b,) ascending, at these positions, (b, q)."""
+        self.rows, self.positions, self.length = rows, positions, int(positions.max()) + 1
+        mask = torch.arange(self.length, device=positions.device) <= positions[:, None, :, None]  # (b, 1, q, length)
         return {"position_ids": positions, "attention_mask": mask, "cache": self, "use_cache": True}
 
     def update(self, key_states, value_states, layer_idx, *args, **kwargs):
-        """Called by each attention layer: stores (B, heads, q, head_dim), returns what may be attended to."""
+        """Called by each attention layer: stores (b, heads, q, head_dim), returns what may be attended to."""
         if layer_idx == len(self.buffers):
-            self.buffers.append([x.new_zeros(*x.shape[:2], 0, x.shape[3]) for x in (key_states, value_states)])
-        rows = torch.arange(len(self.positions), device=self.positions.device)[:, None]
+            sizes = [(self.num_rows, x.shape[1], 0, x.shape[3]) for x in (key_states, value_states)]
+            self.buffers.append([key_states.new_zeros(size) for size in sizes])
         for i, new in enumerate((key_states, value_states)):
             buffer = self.buffers[layer_idx][i]
             if buffer.shape[2] < self.length:  # grow by half, so that copies stay rare
                 buffer = torch.nn.functional.pad(buffer, (0, 0, 0, self.length * 3 // 2 - buffer.shape[2]))
                 self.buffers[layer_idx][i] = buffer
-            buffer[rows, :, self.positions] = new.transpose(1, 2)
-        return tuple(buffer[:, :, : self.length] for buffer in self.buffers[layer_idx])
+            buffer[self.rows[:, None], :, self.positions] = new.transpose(1, 2)
+        seen = [buffer[:, :, : self.length] for buffer in self.buffers[layer_idx]]
+        return seen if len(self.rows) == self.num_rows else [x.index_select(0, self.rows) for x in seen]
 
     def select(self, rows: torch.Tensor) -> None:
         """Keeps these rows, in this order; a row may be named several times (a group's shared prompt)."""
-        self.buffers = [[buffer[rows] for buffer in layer] for layer in self.buffers]
+        self.num_rows = len(rows)
+        self.buffers = [[buffer.index_select(0, rows) for buffer in layer] for layer in self.buffers]
 
 
 @torch.no_grad()
@@ -246,63 +249,62 @@ def rollout(model, chat, vec, tasks, args, temperature, generator) -> tuple[dict
     if max(map(len, ids)) + args.max_action_tokens > model.config.max_position_embeddings:
         raise envs.UserError(f"--model {args.model}: its context is too short for the first prompt and an action")
     masks, turn_ids, logprobs = ([[fill] * len(x) for x in ids] for fill in (False, 0, 0.0))
-    cache = KVCache()
 
-    def forward(block: torch.Tensor, positions: torch.Tensor, length: int) -> torch.Tensor:
-        """Reads the tokens `block` (b, q) at `positions` (b, q), all below `length`; the logits after each row."""
-        return model(block, logits_to_keep=1, **cache.inputs(positions, length)).logits[:, -1].float()  # (b, V)
+    def forward(rows: torch.Tensor, block: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Reads the tokens `block` (b, q) of these rows at `positions` (b, q); the logits after each row."""
+        return model(block, logits_to_keep=1, **cache.inputs(rows, positions)).logits[:, -1].float()  # (b, V)
 
     def feed(blocks: list[list[int]], read: list[int]) -> torch.Tensor:
-        """Reads one block of new tokens per row behind the `read` ones; the logits after each, (b, V)."""
-        q = max(map(len, blocks))
-        block = torch.tensor([[chat.eot_id] * (q - len(x)) + x for x in blocks], device=device)  # (b, q)
-        # Blocks end together. The filler in front goes to the slot behind the row's end, where nobody looks.
-        real = torch.tensor(list(map(len, blocks)), device=device)[:, None]  # (b, 1)
-        order = torch.arange(q, device=device) - (q - real)  # (b, q): 0, 1, ... from the first real token on
-        positions = torch.tensor(read, device=device)[:, None] + torch.where(order >= 0, order, real)  # (b, q)
-        return forward(block, positions, int(positions.max()) + 1)
+        """Reads one block of new tokens per row behind the `read` ones; the logits after each, (N, V)."""
+        lengths, read = torch.tensor(list(map(len, blocks)), device=device), torch.tensor(read, device=device)  # (N,)
+        left, passes = torch.arange(len(blocks), device=device), []
+        while len(left):  # blocks of half the longest or less wait for a pass of their own: filler costs as much
+            q = int(lengths[left].max())
+            short = lengths[left] <= q // 2
+            rows, left = left[~short], left[short]
+            block = [[chat.eot_id] * (q - len(blocks[i])) + blocks[i] for i in rows.tolist()]  # (b, q)
+            # Blocks end together. The filler in front goes to the slot behind the row's end, where nobody looks.
+            real = lengths[rows, None]  # (b, 1)
+            order = torch.arange(q, device=device) - (q - real)  # (b, q): 0, 1, ... from the first real token on
+            positions = read[rows, None] + torch.where(order >= 0, order, real)  # (b, q)
+            passes.append((rows, forward(rows, torch.tensor(block, device=device), positions)))
+        rows, logits = map(torch.cat, zip(*passes, strict=True))
+        return logits[rows.argsort()]
 
     # The episodes of a group begin with the same prompt: it is read once.
     distinct = list(dict.fromkeys(map(tuple, ids)))
+    cache = KVCache(len(distinct))
     logits = feed(list(map(list, distinct)), [0] * len(distinct))
     alive = [i for i in range(len(ids)) if not episodes[i]["infra_error"]]  # the episodes in the rows of the cache
     prompt_of = torch.tensor([distinct.index(tuple(ids[i])) for i in alive], dtype=torch.long, device=device)
     cache.select(prompt_of)
-    logits = logits[prompt_of]  # (b, V), b episodes alive
+    logits = logits[prompt_of]  # (N, V), N episodes alive; b of them are in one call of the model
     for turn in range(K):
-        # Sample one action per row, token by token.
-        read = torch.tensor([len(ids[i]) for i in alive], device=device)  # (b,) tokens in the cache
-        longest = int(read.max())
-        ended = torch.zeros(len(alive), dtype=torch.bool, device=device)
-        tokens, token_logprobs = [], []
+        # Sample one action per row, token by token. A row whose action has ended leaves the model's calls.
+        read = torch.tensor([len(ids[i]) for i in alive], device=device)  # (N,) tokens in the cache
+        rows = torch.arange(len(alive), device=device)  # (b,)
         for step in range(args.max_action_tokens):
             all_logprobs = torch.log_softmax(logits / (temperature or 1.0), dim=-1)  # (b, V)
             if temperature:
                 token = torch.multinomial(all_logprobs.exp(), 1, generator=generator)  # (b, 1)
             else:
                 token = logits.argmax(-1, keepdim=True)
-            tokens.append(token)
-            token_logprobs.append(all_logprobs.gather(1, token))
-            ended |= token.squeeze(1) == chat.eot_id
-            if step + 1 == args.max_action_tokens or ended.all():
+            chosen = all_logprobs.gather(1, token)  # (b, 1)
+            for row, token_id, logprob in zip(*(x.flatten().tolist() for x in (rows, token, chosen)), strict=True):
+                for series, value in ((ids, token_id), (masks, True), (logprobs, logprob), (turn_ids, turn)):
+                    series[alive[row]].append(value)
+            going = token.squeeze(1) != chat.eot_id
+            rows, token = rows[going], token[going]
+            if step + 1 == args.max_action_tokens or not len(rows):
                 break
-            # A row that has ended feeds tokens to the slot behind its end, which its next real token overwrites.
-            logits = forward(token, read[:, None], longest + step + 1)
-            read += ~ended
-        sampled, sampled_logprobs = torch.cat(tokens, 1).tolist(), torch.cat(token_logprobs, 1).tolist()
-        for i, action, action_logprobs in zip(alive, sampled, sampled_logprobs, strict=True):
-            n = action.index(chat.eot_id) + 1 if chat.eot_id in action else len(action)
-            ids[i] += action[:n]
-            masks[i] += [True] * n
-            logprobs[i] += action_logprobs[:n]
-            turn_ids[i] += [turn] * n
-            episodes[i]["actions"].append(chat.text(action[:n]))
+            logits = forward(rows, token, read[rows, None] + step)
+        actions = {i: chat.text(ids[i][n:]) for i, n in zip(alive, read.tolist(), strict=True)}
 
         # Step the environments; go on with the episodes that have not ended.
         rows, blocks = [], []
-        actions = {i: episodes[i]["actions"][-1] for i in alive}
         for row, (i, answer) in enumerate(vec.step(actions).items()):
             obs, reward, terminated, truncated, info = answer
+            episodes[i]["actions"].append(actions[i])
             episodes[i]["obs"].append(obs)
             episodes[i]["rewards"].append(reward)
             follow_up = chat.follow_up(obs, ended=ids[i][-1] == chat.eot_id)

@@ -26,11 +26,11 @@ def chat(tokenizer):
 
 
 @pytest.fixture
-def random_model(tokenizer):
-    """A transformer with random weights: it samples all sorts of tokens, which a trained one would not."""
+def random_model(chat):
+    """A transformer with random weights: it samples all sorts of tokens, and at times the one that ends an action."""
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=len(tokenizer),
+        vocab_size=len(chat.tokenizer),
         hidden_size=32,
         intermediate_size=64,
         num_hidden_layers=2,
@@ -40,7 +40,9 @@ def random_model(tokenizer):
         tie_word_embeddings=True,
         initializer_range=0.3,  # peaked enough for log-probabilities to differ
     )
-    return LlamaForCausalLM(config).eval()
+    model = LlamaForCausalLM(config).eval()
+    model.get_output_embeddings().weight.data[chat.eot_id] *= 6  # after some contexts by far the most likely token
+    return model
 
 
 class ScriptedVec:

@@ -99,6 +99,34 @@ def test_reward_of_a_turn_belongs_to_its_last_sampled_token(random_model, chat, 
         assert batch["num_turns"][i] == len(texts)
 
 
+def test_model_reads_no_row_whose_action_has_ended_and_less_filler_than_tokens(random_model, chat, scripted_vec):
+    decoded, fed, forward = [], [], random_model.forward
+
+    def counted(ids, **inputs):
+        (fed if ids.shape[1] > 1 else decoded).append(ids.numel())
+        return forward(ids, **inputs)
+
+    random_model.forward = counted
+    turns = [*TURNS[:3], ["Attic.", "far " * 50, "a long way " * 60, "end"]]  # a long block beside short ones
+    batch, _ = play(random_model, chat, scripted_vec(turns), make_args(max_action_tokens=12))
+    mask = torch.nn.functional.pad(batch["response_mask"], (0, 1))
+    num_actions = int((mask[:, :-1] & ~mask[:, 1:]).sum())
+    assert num_actions == batch["num_turns"].sum()
+    ends = (batch["input_ids"] == chat.eot_id) & mask[:, :-1]
+    assert 0 < ends.sum() < num_actions and not (ends & mask[:, 1:]).any()  # an ended action has no further token
+    assert sum(decoded) == mask.sum() - num_actions  # an action's last token is read with the observation
+    assert sum(fed) < 2 * (batch["attention_mask"].sum() - sum(decoded))
+
+
+def test_batch_that_loses_every_episode_at_the_start_is_whole_but_invalid(random_model, chat, scripted_vec):
+    vec = scripted_vec(TURNS)
+    reset = vec.reset
+    vec.reset = lambda tasks: [(obs, info | {"infra_error": "the worker died"}) for obs, info in reset(tasks)]
+    batch, episodes = play(random_model, chat, vec, make_args())
+    assert not batch["valid"].any() and not batch["response_mask"].any()
+    assert [episode["actions"] for episode in episodes] == [[]] * len(TURNS)
+
+
 def test_episode_with_an_infrastructure_error_has_no_action_tokens(random_model, chat, scripted_vec):
     batch, episodes = play(random_model, chat, scripted_vec(TURNS, faults=[(2, 2)]), make_args())
     assert batch["valid"].tolist() == [True, True, False, True]

@@ -49,6 +49,14 @@ def play(vec, tasks, turns=6, before_turn=lambda turn: None):
 
 
 TASKS = [Task("textworld", NAME, seed) for seed in (20001, 20001, 20002, 20003)]
+# Four episodes of each adapter, and a game that its engine cannot load.
+ADAPTERS = {
+    "textworld": (TASKS, Task("textworld", "no-such-game", 1)),
+    "alfworld": (
+        [Task("alfworld", "pick_and_place_simple", seed=seed) for seed in (1, 1, 2, 3)],
+        Task("alfworld", "pick_and_place_simple", path="valid_seen/no/such/game.tw-pddl"),
+    ),
+}
 
 
 def test_action_is_the_first_line_after_the_reasoning():
@@ -79,40 +87,44 @@ def test_prefetched_games_are_the_same_games(make_vec):
     assert ahead.reset(TASKS) == plain.reset(TASKS)
 
 
-def test_killed_worker_costs_one_episode_and_the_others_go_on_as_if_nothing_was(make_vec):
-    undisturbed = play(make_vec(2), TASKS)
-    vec = make_vec(2)
+@pytest.mark.parametrize("env", ADAPTERS)
+def test_killed_worker_costs_one_episode_and_the_others_go_on_as_if_nothing_was(make_vec, env):
+    tasks, _ = ADAPTERS[env]
+    undisturbed = play(make_vec(2, env=env), tasks)
+    vec = make_vec(2, env=env)
 
     def kill(turn):
         if turn == 2:
             os.kill(vec.workers[0][0].pid, signal.SIGKILL)
             vec.workers[0][0].wait()
 
-    disturbed = play(vec, TASKS, before_turn=kill)
+    disturbed = play(vec, tasks, before_turn=kill)
     lost = [i for i, answer in disturbed[3].items() if "infra_error" in answer[4]]
     assert lost == [0] and disturbed[3][0][3] and "died" in disturbed[3][0][4]["infra_error"]
     for before, after in zip(undisturbed, disturbed, strict=True):
         assert {i: a for i, a in before.items() if i != 0} == {i: a for i, a in after.items() if i != 0}
 
 
-def test_hanging_worker_is_replaced_after_the_time_limit(make_vec):
-    vec = make_vec(2, timeout=3.0)
-    vec.reset(TASKS)
+@pytest.mark.parametrize("env", ADAPTERS)
+def test_hanging_worker_is_replaced_after_the_time_limit(make_vec, env):
+    tasks, _ = ADAPTERS[env]
+    vec = make_vec(2, env=env, timeout=10.0)  # long enough for a new worker to bring the other episode back
+    vec.reset(tasks)
     hung = vec.workers[1][0].pid
     os.kill(hung, signal.SIGSTOP)
     answers = vec.step(dict.fromkeys(range(4), "look"))
     assert [i for i, answer in answers.items() if "infra_error" in answer[4]] == [2]
-    assert "no answer within 3 s" in answers[2][4]["infra_error"]
+    assert "no answer within 10 s" in answers[2][4]["infra_error"]
     assert vec.workers[1][0].pid != hung
     assert set(vec.step({0: "look", 1: "look", 3: "look"})) == {0, 1, 3}
 
 
-def test_engine_that_raises_costs_its_episode_alone(make_vec):
-    vec = make_vec(1, env="alfworld")
-    bad = Task("alfworld", "pick_and_place_simple", path="valid_seen/no/such/game.tw-pddl")
-    good = Task("alfworld", "pick_and_place_simple", seed=1)
+@pytest.mark.parametrize("env", ADAPTERS)
+def test_engine_that_raises_costs_its_episode_alone(make_vec, capfd, env):
+    (good, *_), bad = ADAPTERS[env]
+    vec = make_vec(1, env=env)
     started = vec.reset([good, bad, good])
-    assert "valid_seen/no/such/game.tw-pddl" in started[1][1]["infra_error"]
+    assert started[1][1]["infra_error"] and f"infra_error in {bad.task_id}: " in capfd.readouterr().err
     assert started[0] == started[2] and "infra_error" not in started[0][1]
     assert set(vec.step({0: "look", 2: "look"})) == {0, 2}
     with pytest.raises(envs.UserError, match="all episodes of the batch were lost"):

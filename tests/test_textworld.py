@@ -5,6 +5,7 @@ import random
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -288,6 +289,20 @@ def test_broken_cached_file_is_made_anew(cache, tmp_path, monkeypatch, name, dam
     assert tw.checksums(folder) == wanted
     assert tw.is_whole(folder)
     assert [path.name for path in folder.parent.iterdir()] == [folder.name]  # nothing left aside
+
+
+def test_runs_that_share_a_cache_do_not_harm_each_other(cache, tmp_path):
+    """Four processes want the same games of an empty cache at once, one of which lies there damaged."""
+    code = MAKE_ALL.format(names=["w2-o3-q4"], n=2)
+    alone = run_python(code, cache, "0")
+    task = first("w2-o3-q4")
+    broken = tmp_path / "textworld" / tw.make(task).parent.relative_to(Path(cache) / "textworld")
+    broken.mkdir(parents=True)
+    (broken / "game.z8").write_bytes(b"half a g")
+    with ThreadPoolExecutor() as pool:
+        runs = list(pool.map(lambda _: run_python(code, tmp_path, "0"), range(4)))
+    assert runs == [alone] * 4
+    assert len(list(broken.parent.iterdir())) == 2  # the games, and nothing left aside
 
 
 def test_numbers_that_textworld_cannot_make_are_refused(monkeypatch, tmp_path):

@@ -134,7 +134,8 @@ def load_model(path: str) -> tuple[torch.nn.Module, envs.Chat]:
         forgets = {*(getattr(config, "layer_types", None) or [])} - {"full_attention"}
         if forgets or getattr(config, "sliding_window", None):
             raise envs.UserError(f"--model {path}: layers of sliding or linear attention are not supported")
-        model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="sdpa")
+        how = {"dtype": torch.float32, "attn_implementation": "sdpa", "use_safetensors": True}  # never a pickle
+        model = transformers.AutoModelForCausalLM.from_pretrained(path, **how)
     except envs.UserError:
         raise
     except Exception as error:  # damaged weights, JSON, template: each library has exceptions of its own
@@ -148,7 +149,6 @@ def load_model(path: str) -> tuple[torch.nn.Module, envs.Chat]:
 # ---------------------------------------------------------------------------------------------------------------------
 # The run's folder
 # ---------------------------------------------------------------------------------------------------------------------
-
 
 # What may differ from the run that is resumed: it changes how long, how often and where, not what an iteration does.
 MAY_CHANGE = {"resume", "num_iterations", "save_freq", "eval_freq", "eval_episodes", "eval_temperature", "num_workers"}

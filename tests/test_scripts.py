@@ -282,6 +282,15 @@ def test_damaged_model_is_refused_in_one_line(tmp_path, tokenizer, random_model,
         launch.load_model(str(tmp_path / "model"))
 
 
+def test_weights_in_a_pickle_are_refused(tmp_path, tokenizer, random_model):
+    random_model.save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    (tmp_path / "model" / "model.safetensors").unlink()
+    torch.save(random_model.state_dict(), tmp_path / "model" / "pytorch_model.bin")
+    with pytest.raises(UserError, match=r"^--model \S+: cannot be loaded \(.*model.safetensors"):
+        launch.load_model(str(tmp_path / "model"))
+
+
 def test_cache_that_cannot_be_made_is_named(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("MULTITURN_RL_CACHE", str(tmp_path / "file"))

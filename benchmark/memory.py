@@ -12,11 +12,13 @@ free.
 """
 
 import argparse
+import os
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM, Qwen2Config
 
+os.environ["TRANSFORMERS_SDPA_FORCE_GQA"] = "0"  # as on a GPU, also where this machine has none
 GIB = 2**30
 # From the models' own config.json: hidden size, size of the MLP, blocks, heads, key-value heads, tied embeddings.
 MODELS = {

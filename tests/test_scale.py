@@ -79,7 +79,7 @@ def test_processes_share_a_batch_and_update_as_one_would(updates, name, processe
     assert max((weights[key] - expected[key]).abs().max().item() for key in before) < 1e-5
     assert metrics.keys() == expected_metrics.keys()
     for tag in metrics.keys() - {*TIMES}:
-        assert metrics[tag] == pytest.approx(expected_metrics[tag], rel=1e-4, abs=1e-6), tag
+        assert metrics[tag] == pytest.approx(expected_metrics[tag], rel=1e-4, abs=1e-5), tag
 
 
 SMALL = "--env alfworld --alfworld-data generated --max-turns 4 --eval-episodes 5 --num-workers 1".split()
@@ -87,7 +87,7 @@ SMALL = "--env alfworld --alfworld-data generated --max-turns 4 --eval-episodes 
 
 def test_checkpoint_of_two_processes_is_an_ordinary_model_and_one_of_them_alone_writes(tmp_path):
     sizes = (
-        "--num-iterations 2 --num-groups 3 --group-size 3 --save-freq 1 --max-turns 12 --dense-reward --temperature 1"
+        "--num-iterations 2 --num-groups 3 --group-size 3 --save-freq 1 --max-turns 30 --dense-reward --temperature 1"
     )
     arguments = [*SMALL, *sizes.split()]
     done = torchrun(2, tmp_path, *arguments, script=ROOT / "rloo_multiturn.py")
